@@ -1,0 +1,38 @@
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup assets demo test check bench clean
+
+help:  ## say what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(READY)  ## a virtual environment with pinned installs
+
+assets: $(READY)  ## the default model and corpus (138 MB to fetch, once)
+	$(BIN)/dmsae assets fetch
+
+demo: assets  ## the main job on the bundled model and corpus
+	$(BIN)/dmsae harvest --recipe demo
+
+check: $(READY)  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check assets  ## every check and test
+	$(BIN)/python -m pytest
+
+bench: assets  ## measured ratios: tables, and one JSON line each
+	$(BIN)/python benchmarks/harvest.py
+
+clean:  ## remove the virtual environment and caches (never stores or runs)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,67 @@
+"""Errors that a user can act on.
+
+Each message says what was received, what was expected, and what to do next. The command line prints the message and
+exits with status 2; anything that is not a `DmsaeError` is a bug of ours and keeps its traceback.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class DmsaeError(Exception):
+    """Base of every error that dmsae raises on purpose."""
+
+
+class ConfigError(DmsaeError):
+    """A setting is unknown, impossible, or contradicts another one."""
+
+
+class AssetError(DmsaeError):
+    """A bundled model or corpus cannot be fetched, or is not what it should be."""
+
+
+class ModelError(DmsaeError):
+    """A base model or its hook point cannot be used."""
+
+
+class GradientError(DmsaeError):
+    """The gradient of the next-token loss is missing, zero or not finite."""
+
+
+class CorpusError(DmsaeError):
+    """Text cannot be read, or there is not enough of it."""
+
+
+class StoreError(DmsaeError):
+    """An activation store is missing, incomplete, or of another kind than asked for."""
+
+
+class StoreCorruptError(StoreError):
+    """A file of a store is not what was written."""
+
+
+class BusyError(DmsaeError):
+    """Another process holds the lock on what this one wants to write."""
+
+
+class DiskSpaceError(DmsaeError):
+    """What is about to be written does not fit on the disk."""
+
+
+class TrainingError(DmsaeError):
+    """Training cannot go on: the numbers are no longer numbers, or the data ran out."""
+
+
+class CheckpointError(DmsaeError):
+    """A checkpoint or saved SAE is damaged, or belongs to another configuration."""
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """Return a sentence that offers the names closest to `given`, or all of them when few."""
+    names = sorted(set(known))
+    close = get_close_matches(given, names, n=3, cutoff=0.5)
+    if close:
+        return f"Did you mean {' or '.join(repr(name) for name in close)}?"
+    if len(names) <= 12:
+        return f"Known: {', '.join(names) or 'none'}."
+    return f"Known: {', '.join(names[:12])} and {len(names) - 12} more."

@@ -1,0 +1,113 @@
+"""Files that are either whole or absent: atomic writes, checksums, locks."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from dmsae.errors import BusyError, DiskSpaceError
+
+_CHUNK_BYTES = 1 << 22
+
+
+def sha256_of(path: Path) -> str:
+    """Return the hex SHA-256 of a file, read in bounded memory."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames inside a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The name is fixed, not random: a killed writer's leftover is overwritten by the next one. Writers hold a lock.
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON, atomically."""
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+    """Write tensors as safetensors, atomically, and return the file's SHA-256."""
+    data = safetensors.torch.save(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, dict(metadata) if metadata else None
+    )
+    write_bytes(path, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def canonical_hash(value: Any) -> str:
+    """Return a hex SHA-256 of a JSON-like value that does not depend on the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+@contextmanager
+def exclusive_lock(path: Path, what: str) -> Iterator[None]:
+    """Hold a lock that ends with the process, however it ends; raise `BusyError` when another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise BusyError(
+                f"{what} is in use by process {holder}. Wait until it has finished, or stop it, and run the same "
+                f"command again: nothing has been changed. (Lock: {path})"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
+
+
+def require_space(directory: Path, needed_bytes: int, what: str) -> None:
+    """Raise `DiskSpaceError` unless the disk that holds `directory` can take `needed_bytes` and a little more."""
+    existing = directory
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if needed_bytes + (64 << 20) > free:
+        raise DiskSpaceError(
+            f"{what} needs {human_bytes(needed_bytes)} but only {human_bytes(free)} are free under {existing}. "
+            "Ask for fewer tokens, choose a smaller dtype, or point --root at a larger disk."
+        )
+
+
+def human_bytes(count: float) -> str:
+    """Return a byte count as people write it."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
