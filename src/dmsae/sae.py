@@ -1,0 +1,264 @@
+"""The sparse autoencoder: a frozen core, then Matryoshka prefixes, with per-latent thresholds for inference.
+
+`f(x) = ReLU(W_enc (x − b_dec) + b_enc)`, `x̂_m = b_dec + Σ_{j<m} f_j W_dec[j]`. The core's latents come
+first, so every prefix holds them. No core gives a Matryoshka SAE; one prefix besides gives a BatchTopK SAE.
+
+Shapes: B tokens, D model width, K dictionary width, C core latents, N = K − C non-core latents, G prefixes.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dmsae.errors import CheckpointError, ConfigError, nearest
+from dmsae.files import sha256_of, write_json, write_tensors
+
+_WEIGHTS_NAME = "sae.safetensors"
+_CONFIG_NAME = "sae.json"
+_FRACTIONS = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
+
+
+class CoreMode(StrEnum):
+    """How the core takes part in BatchTopK."""
+
+    DENSE = "dense"
+    """The core fires freely; only non-core latents compete."""
+    SPARSE = "sparse"
+    """The core competes like any other latent."""
+
+
+@dataclass(frozen=True, slots=True)
+class SAEConfig:
+    """What an SAE is, apart from its weights."""
+
+    d_model: int
+    """Width D of the activations."""
+    width: int
+    """Number K of latents, the core included."""
+    k: int
+    """Latents that BatchTopK keeps per token on average: non-core ones for a dense core, else any."""
+    prefixes: tuple[int, ...]
+    """Cumulative sizes of the nested reconstructions, the core included; the last is `width`."""
+    n_core: int = 0
+    """Number C of frozen core latents; they are latents 0 … C−1."""
+    core_mode: CoreMode = CoreMode.DENSE
+    """Whether the core fires freely or competes."""
+    center_input: bool = True
+    """Whether the encoder sees x − b_dec rather than x."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("d_model", 1), ("width", 1), ("k", 1), ("n_core", 0)):
+            _require_int(name, getattr(self, name), low)
+        if not isinstance(self.core_mode, CoreMode):
+            raise ConfigError(f"core_mode is {self.core_mode!r}; allowed: {', '.join(map(repr, CoreMode))}.")
+        if self.n_core >= self.width:
+            raise ConfigError(f"n_core is {self.n_core}; it must be smaller than width ({self.width}).")
+        _check_prefixes(self.prefixes, self.width, self.n_core)
+        if self.k > self.n_competing:
+            raise ConfigError(
+                f"k is {self.k}; BatchTopK can keep at most the {self.n_competing} competing latents."
+            )
+
+    @property
+    def n_free(self) -> int:
+        """Number N of non-core latents."""
+        return self.width - self.n_core
+
+    @property
+    def n_unmasked(self) -> int:
+        """Number of leading latents that bypass BatchTopK: the core when it is dense, else none."""
+        return self.n_core if self.core_mode is CoreMode.DENSE else 0
+
+    @property
+    def n_competing(self) -> int:
+        """Number of latents that compete in BatchTopK."""
+        return self.width - self.n_unmasked
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {**dataclasses.asdict(self), "prefixes": list(self.prefixes), "core_mode": str(self.core_mode)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Return the config that `to_dict` described; unknown or missing fields are errors."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"unknown SAE field {name!r}. {nearest(name, known)}")
+        if missing := sorted(known - set(values)):
+            raise ConfigError(f"SAE fields are missing: {', '.join(missing)}.")
+        modes = {str(mode): mode for mode in CoreMode}
+        return cls(
+            **{
+                **values,
+                "prefixes": tuple(values["prefixes"]),
+                "core_mode": modes.get(values["core_mode"], values["core_mode"]),
+            }
+        )
+
+
+def matryoshka_prefixes(width: int, n_core: int = 0) -> tuple[int, ...]:
+    """Return the published nesting: groups of 1/32, 1/16, 1/8, 1/4 of `width` and the rest, after the core.
+
+    The last group gives up the room that the core takes, so that the total stays `width`.
+    """
+    _require_int("width", width, 32)
+    _require_int("n_core", n_core, 0)
+    sizes = [int(fraction * width) for fraction in _FRACTIONS]
+    cumulative = [n_core + sum(sizes[: i + 1]) for i in range(len(sizes))]
+    if n_core >= width - sum(sizes):
+        raise ConfigError(
+            f"n_core is {n_core}; width {width} has room for at most {width - sum(sizes) - 1} core latents."
+        )
+    return (*cumulative, width)
+
+
+class SAE(nn.Module):
+    """A sparse autoencoder whose core encoder rows are a buffer, and so out of reach of any optimiser."""
+
+    W_enc_core: Tensor
+    threshold: Tensor
+
+    def __init__(self, config: SAEConfig) -> None:
+        """Allocate zero weights; `init` and `load_sae` give them values."""
+        super().__init__()
+        self.config = config
+        self.register_buffer("W_enc_core", torch.zeros(config.n_core, config.d_model))
+        self.W_enc_free = nn.Parameter(torch.zeros(config.n_free, config.d_model))
+        self.b_enc = nn.Parameter(torch.zeros(config.width))
+        self.W_dec = nn.Parameter(torch.zeros(config.width, config.d_model))
+        self.b_dec = nn.Parameter(torch.zeros(config.d_model))
+        self.register_buffer("threshold", torch.zeros(config.width))
+
+    @classmethod
+    @torch.no_grad()
+    def init(cls, config: SAEConfig, generator: torch.Generator, core_rows: Tensor | None = None) -> Self:
+        """Return a fresh SAE: random unit decoder rows, new encoder rows equal to them, biases 0."""
+        given = (0, config.d_model) if core_rows is None else tuple(core_rows.shape)
+        if given != (config.n_core, config.d_model):
+            raise ConfigError(
+                f"core_rows has shape {given}; n_core and d_model ask for {(config.n_core, config.d_model)}."
+            )
+        sae = cls(config)
+        sae.W_dec.normal_(generator=generator)
+        sae.renormalise_()
+        sae.W_enc_free.copy_(sae.W_dec[config.n_core :])
+        if core_rows is not None:
+            sae.W_enc_core.copy_(core_rows)
+        return sae
+
+    @property
+    def W_enc(self) -> Tensor:
+        """All encoder rows [K, D], the core's first."""
+        return torch.cat([self.W_enc_core, self.W_enc_free]) if self.config.n_core else self.W_enc_free
+
+    def pre_activations(self, x: Tensor) -> Tensor:
+        """Return `W_enc (x − b_dec) + b_enc`, [..., K], before any mask."""
+        centered = x - self.b_dec if self.config.center_input else x
+        return nn.functional.linear(centered, self.W_enc, self.b_enc)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the activations [..., K] at inference: those above their latent's threshold."""
+        f = self.pre_activations(x).relu()
+        return f * (f > self.threshold)
+
+    def decode(self, f: Tensor, prefix: int | None = None) -> Tensor:
+        """Return the reconstruction [..., D] from one prefix (an index into `prefixes`) or all latents."""
+        size = self.config.width if prefix is None else self.config.prefixes[prefix]
+        return f[..., :size] @ self.W_dec[:size] + self.b_dec
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the full reconstruction of x at inference thresholds."""
+        return self.decode(self.encode(x))
+
+    @torch.no_grad()
+    def set_threshold_(self, theta: float) -> None:
+        """Give every competing latent the inference threshold θ; a dense core keeps 0."""
+        self.threshold[self.config.n_unmasked :] = theta
+
+    @torch.no_grad()
+    def renormalise_(self) -> None:
+        """Scale every decoder row to unit norm."""
+        # In blocks, so that the second pass over a block finds it in cache. The floor keeps a zero row zero.
+        for rows in torch.split(self.W_dec, 1024):
+            norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+            rows.div_(norms.clamp_min_(torch.finfo(rows.dtype).tiny))
+
+    @torch.no_grad()
+    def fold_scale_(self, scale: float) -> None:
+        """Turn an SAE trained on x / scale into the same SAE on x; no encoder or decoder row changes."""
+        for tensor in (self.b_enc, self.b_dec, self.threshold):
+            tensor.mul_(scale)
+
+
+def save_sae(sae: SAE, directory: Path) -> None:
+    """Write an SAE as one safetensors file and one JSON config, each atomically, the config last."""
+    tensors = {name: getattr(sae, name).detach().cpu() for name in _shapes(sae.config)}
+    digest = write_tensors(directory / _WEIGHTS_NAME, tensors)
+    write_json(directory / _CONFIG_NAME, {"config": sae.config.to_dict(), "weights_sha256": digest})
+
+
+def load_sae(directory: Path) -> SAE:
+    """Return a saved SAE, or raise `CheckpointError` when anything about it is not as it was written."""
+    config, digest = _read_config(directory / _CONFIG_NAME)
+    path = directory / _WEIGHTS_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, though the config of an SAE stands beside it.")
+    if sha256_of(path) != digest:
+        raise CheckpointError(f"{path} is not the file that {_CONFIG_NAME} was written for. Restore it.")
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    expected = _shapes(config)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != expected:
+        raise CheckpointError(f"{path} holds {found}; its config asks for {expected}.")
+    sae = SAE(config).to(tensors["W_dec"].dtype)
+    W_enc = tensors.pop("W_enc")
+    tensors["W_enc_core"], tensors["W_enc_free"] = W_enc[: config.n_core], W_enc[config.n_core :]
+    sae.load_state_dict(tensors)
+    return sae
+
+
+def _read_config(path: Path) -> tuple[SAEConfig, str]:
+    try:
+        facts = json.loads(path.read_text())
+        return SAEConfig.from_dict(facts["config"]), facts["weights_sha256"]
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: {path.parent} does not hold a saved SAE.") from None
+    except (ValueError, KeyError, TypeError, ConfigError) as error:
+        raise CheckpointError(f"{path} is not the config of a saved SAE: {error}") from error
+
+
+def _shapes(config: SAEConfig) -> dict[str, tuple[int, ...]]:
+    return {
+        "W_enc": (config.width, config.d_model),
+        "b_enc": (config.width,),
+        "W_dec": (config.width, config.d_model),
+        "b_dec": (config.d_model,),
+        "threshold": (config.width,),
+    }
+
+
+def _require_int(name: str, value: object, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {low}.")
+
+
+def _check_prefixes(prefixes: tuple[int, ...], width: int, n_core: int) -> None:
+    allowed = f"allowed: whole numbers that rise from above n_core ({n_core}) to width ({width})"
+    if not isinstance(prefixes, tuple) or not all(type(size) is int for size in prefixes):
+        raise ConfigError(f"prefixes is {prefixes!r}; {allowed}.")
+    if not prefixes or prefixes[-1] != width:
+        raise ConfigError(f"prefixes is {prefixes}; the last one must be width ({width}); {allowed}.")
+    if any(low >= high for low, high in zip((n_core, *prefixes), prefixes, strict=False)):
+        raise ConfigError(f"prefixes is {prefixes}; {allowed}.")
