@@ -1,0 +1,277 @@
+"""The Matryoshka objective and its gradients: `Σ_m w_m ‖x − x̂_m‖² + α·L_aux`, mean over tokens.
+
+`backward_` takes one batch through the SAE with the training-time mask (BatchTopK, a dense core left free) and writes
+every gradient without autograd, at the price of the encoder product and a few sparse ones. The training loop is then
+
+    result = backward_(sae, x, objective, dead, warm_start)
+    step_(sae, optimiser, result.grad_norm, max_norm)
+
+Shapes: B tokens, D model width, K dictionary width, C core latents, G prefixes, A dead latents.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmsae.errors import ConfigError
+from dmsae.sae import SAE
+from dmsae.sparse import (
+    Gradients,
+    decode_groups,
+    gradients,
+    latent_offsets,
+    select_top,
+    upstream_rows,
+)
+
+
+class PrefixReduction(StrEnum):
+    """How the squared errors of the G prefixes become one loss."""
+
+    SUM = "sum"
+    """Their sum, as in the paper."""
+    MEAN = "mean"
+    """Their mean."""
+    SAEBENCH = "saebench"
+    """Their sum over G², as the published baselines were trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What is minimised."""
+
+    prefix_reduction: PrefixReduction = PrefixReduction.SUM
+    """How the prefixes' errors are combined."""
+    aux_alpha: float = 1 / 32
+    """Weight α of the auxiliary loss that revives dead latents; 0 turns it off."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prefix_reduction, PrefixReduction):
+            allowed = ", ".join(map(repr, map(str, PrefixReduction)))
+            raise ConfigError(f"prefix_reduction is {self.prefix_reduction!r}; allowed: {allowed}.")
+        if not (math.isfinite(self.aux_alpha) and self.aux_alpha >= 0):
+            raise ConfigError(f"aux_alpha is {self.aux_alpha!r}; it must be a finite number of at least 0.")
+
+    def weight(self, n_prefixes: int) -> float:
+        """Return the weight of each prefix's squared error."""
+        match self.prefix_reduction:
+            case PrefixReduction.SUM:
+                return 1.0
+            case PrefixReduction.MEAN:
+                return 1 / n_prefixes
+            case PrefixReduction.SAEBENCH:
+                return 1 / n_prefixes**2
+
+
+class BatchResult(NamedTuple):
+    """What one batch told, besides the gradients."""
+
+    loss: float
+    """The objective."""
+    prefix_errors: Tensor
+    """Squared error of each prefix, mean over tokens, [G]."""
+    aux_loss: float
+    """The auxiliary loss, before α."""
+    n_fired: Tensor
+    """Number of tokens on which each latent fired, [K]."""
+    l0_core: float
+    """Core latents that fired per token."""
+    l0_noncore: float
+    """Non-core latents that fired per token."""
+    threshold: float
+    """The smallest kept non-core activation, 0 when there is none."""
+    warm_start: float
+    """The smallest activation that BatchTopK kept: what the next batch may start from."""
+    grad_norm: float
+    """Norm of all gradients together."""
+
+
+class _Auxiliary(NamedTuple):
+    loss: float
+    gradients: Gradients
+
+
+@torch.no_grad()
+def backward_(
+    sae: SAE,
+    x_BD: Tensor,
+    objective: Objective,
+    dead_K: Tensor | None = None,
+    warm_start: float | None = None,
+) -> BatchResult:
+    """Overwrite the gradients of every parameter with those of this batch, and return what the batch told.
+
+    Decoder gradients come without their component along the decoder row, which has unit norm and keeps it. `dead_K`
+    marks the latents that had not fired for long before this batch; those that fire in it are alive. Nothing but the
+    gradients changes, and `warm_start` only saves time.
+    """
+    config = sae.config
+    if x_BD.ndim != 2 or x_BD.shape[1] != config.d_model or not len(x_BD):
+        raise ConfigError(f"x has shape {list(x_BD.shape)}; the SAE takes [B, {config.d_model}] with B > 0.")
+    n_tokens, n_groups, n_core = len(x_BD), len(config.prefixes), config.n_core
+    centered_BD = x_BD - sae.b_dec
+    input_BD = centered_BD if config.center_input else x_BD
+
+    encoders = (sae.W_enc_free,) if config.n_unmasked else (sae.W_enc_core, sae.W_enc_free)
+    active = select_top(input_BD, encoders, sae.b_enc[config.n_unmasked :], config.k * n_tokens, warm_start)
+    active.latents_S.add_(config.n_unmasked)
+    offsets = latent_offsets(active, config.width)
+    rows_S = upstream_rows(active, offsets, config.prefixes, n_tokens)
+    parts_GBD = decode_groups(active, rows_S, sae.W_dec, n_groups * n_tokens).view(n_groups, n_tokens, -1)
+    n_fired = offsets.diff()
+
+    core_BC = None
+    if config.n_unmasked:
+        core_BC = torch.addmm(sae.b_enc[:n_core], input_BD, sae.W_enc_core.T).relu_()
+        parts_GBD[0].addmm_(core_BC, sae.W_dec[:n_core])
+        n_fired[:n_core] = (core_BC > 0).sum(0)
+
+    residual_GBD = _residuals_(parts_GBD, centered_BD)
+    errors_G = torch.linalg.vector_norm(residual_GBD, dim=(1, 2)).square_().div_(n_tokens)
+    auxiliary = _auxiliary(sae, input_BD, residual_GBD[-1], dead_K, n_fired, objective.aux_alpha)
+    weight = objective.weight(n_groups)
+    upstream_GBD = _upstream_(residual_GBD, -2 * weight / n_tokens)
+
+    norms: list[Tensor] = []
+    if core_BC is not None:
+        norms += _write_(sae, _core_gradients(core_BC, upstream_GBD[0], sae.W_dec[:n_core]))
+    table = upstream_GBD.view(n_groups * n_tokens, -1)
+    frozen, free = range(config.n_unmasked, n_core), range(n_core, config.width)
+    for latents, inputs in ((frozen, None), (free, input_BD)):
+        for part in gradients(active, offsets, rows_S, table, inputs, sae.W_dec, latents):
+            norms += _write_(sae, part)
+    if auxiliary is not None:
+        norms += _write_(sae, auxiliary.gradients)
+    norms += _write_biases_(sae, upstream_GBD[0])
+
+    aux_loss = auxiliary.loss if auxiliary is not None else 0.0
+    noncore = active.values_S[int(offsets[n_core]) :]
+    return BatchResult(
+        loss=weight * float(errors_G.sum()) + objective.aux_alpha * aux_loss,
+        prefix_errors=errors_G,
+        aux_loss=aux_loss,
+        n_fired=n_fired,
+        l0_core=float(n_fired[:n_core].sum()) / n_tokens,
+        l0_noncore=float(n_fired[n_core:].sum()) / n_tokens,
+        threshold=float(noncore.min()) if len(noncore) else 0.0,
+        warm_start=float(active.values_S.min()) if len(active.values_S) else 0.0,
+        grad_norm=float(torch.linalg.vector_norm(torch.stack(norms))),
+    )
+
+
+def step_(sae: SAE, optimiser: torch.optim.Adam, grad_norm: float, max_norm: float) -> None:
+    """Clip the gradients to `max_norm`, take one optimiser step, and bring decoder rows back to unit norm."""
+    # The fused kernel divides the gradients by `grad_scale` as it reads them: clipping costs no pass of its own.
+    excess = (grad_norm + 1e-6) / max_norm
+    scale = torch.tensor(excess, dtype=torch.float32, device=sae.W_dec.device) if excess > 1 else None
+    optimiser.grad_scale = scale  # type: ignore[attr-defined]
+    optimiser.step()
+    sae.renormalise_()
+
+
+def adam(sae: SAE, lr: float, betas: tuple[float, float] = (0.9, 0.999)) -> torch.optim.Adam:
+    """Return the optimiser of an SAE's trainable parameters; the frozen core is not among them."""
+    return torch.optim.Adam(sae.parameters(), lr=lr, betas=betas, fused=True)
+
+
+def _residuals_(parts_GBD: Tensor, target_BD: Tensor) -> Tensor:
+    """Turn what each group adds into the residual of each prefix, in place."""
+    torch.sub(target_BD, parts_GBD[0], out=parts_GBD[0])
+    for group in range(1, len(parts_GBD)):
+        torch.sub(parts_GBD[group - 1], parts_GBD[group], out=parts_GBD[group])
+    return parts_GBD
+
+
+def _upstream_(residual_GBD: Tensor, factor: float) -> Tensor:
+    """Turn residuals into the loss's gradient by what each group adds: a sum over the prefixes that hold it."""
+    residual_GBD[-1].mul_(factor)
+    for group in reversed(range(len(residual_GBD) - 1)):
+        torch.add(residual_GBD[group + 1], residual_GBD[group], alpha=factor, out=residual_GBD[group])
+    return residual_GBD
+
+
+def _core_gradients(core_BC: Tensor, upstream_BD: Tensor, W_dec_CD: Tensor) -> Gradients:
+    df_BC = torch.mm(upstream_BD, W_dec_CD.T).mul_(core_BC > 0)
+    return Gradients(
+        rows=slice(0, core_BC.shape[1]),
+        decoder=core_BC.T @ upstream_BD,
+        parallel=(core_BC * df_BC).sum(0),
+        encoder=None,
+        bias=df_BC.sum(0),
+    )
+
+
+def _auxiliary(
+    sae: SAE, input_BD: Tensor, residual_BD: Tensor, dead_K: Tensor | None, n_fired: Tensor, alpha: float
+) -> _Auxiliary | None:
+    """Rebuild the residual from each token's largest dead non-core latents; return the loss and its gradients.
+
+    Dead latents are few and each token uses many of them, so dense products over them are the cheap ones.
+    """
+    n_core, d_model = sae.config.n_core, sae.config.d_model
+    if dead_K is None or alpha == 0:
+        return None
+    dead_A = (dead_K & (n_fired == 0))[n_core:].nonzero().squeeze(1) + n_core
+    if not len(dead_A):
+        return None
+    encoder_AD, decoder_AD = sae.W_enc_free[dead_A - n_core], sae.W_dec[dead_A]
+    f_BA = torch.addmm(sae.b_enc[dead_A], input_BD, encoder_AD.T).relu_()
+    n_kept = d_model // 2
+    if len(dead_A) > n_kept:
+        values, indices = f_BA.topk(n_kept, sorted=False)
+        f_BA.zero_().scatter_(1, indices, values)
+
+    n_tokens = len(input_BD)
+    variance = (residual_BD - residual_BD.mean(0)).square_().sum() / n_tokens
+    error_BD = torch.addmm(residual_BD, f_BA, decoder_AD, alpha=-1)
+    loss = float(error_BD.square().sum() / n_tokens / variance)
+    if not math.isfinite(loss):
+        return None
+    upstream_BD = error_BD.mul_(-2 * alpha / (n_tokens * variance))
+    df_BA = torch.mm(upstream_BD, decoder_AD.T).mul_(f_BA > 0)
+    return _Auxiliary(
+        loss,
+        Gradients(
+            rows=dead_A,
+            decoder=f_BA.T @ upstream_BD,
+            parallel=(f_BA * df_BA).sum(0),
+            encoder=df_BA.T @ input_BD,
+            bias=df_BA.sum(0),
+        ),
+    )
+
+
+def _write_(sae: SAE, part: Gradients) -> list[Tensor]:
+    """Write gradients into `.grad`, the decoder's projected, and return their norms."""
+    decoder = part.decoder.addcmul_(sae.W_dec[part.rows], part.parallel[:, None], value=-1)
+    _grad(sae.W_dec)[part.rows] = decoder
+    _grad(sae.b_enc)[part.rows] = part.bias
+    norms = [torch.linalg.vector_norm(decoder), torch.linalg.vector_norm(part.bias)]
+    n_core = sae.config.n_core
+    if part.encoder is not None:
+        rows = part.rows
+        free = slice(rows.start - n_core, rows.stop - n_core) if isinstance(rows, slice) else rows - n_core
+        _grad(sae.W_enc_free)[free] = part.encoder
+        norms.append(torch.linalg.vector_norm(part.encoder))
+    return norms
+
+
+def _write_biases_(sae: SAE, upstream_BD: Tensor) -> list[Tensor]:
+    """Write the gradient of b_dec, which the encoder sees too when it centres its input, and return its norm."""
+    n_core = sae.config.n_core
+    grad_D = upstream_BD.sum(0)
+    if sae.config.center_input:
+        bias_K = _grad(sae.b_enc)
+        grad_D -= bias_K[:n_core] @ sae.W_enc_core + bias_K[n_core:] @ sae.W_enc_free
+    _grad(sae.b_dec).copy_(grad_D)
+    return [torch.linalg.vector_norm(grad_D)]
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

@@ -1,0 +1,211 @@
+"""Exact sparse linear algebra for BatchTopK: select, decode, and the gradients of both.
+
+Of B·K pre-activations only k·B survive, so everything but the encoder product runs over the survivors. They are held
+latent by latent (`Active`). Each product is one `embedding_bag`: a bag per token and prefix group to decode, a bag per
+latent for the gradients. A latent of group g takes part in the reconstructions of prefixes g, g+1, …, so all its
+gradients come from one table of upstream gradients, summed over those prefixes beforehand.
+
+Shapes: B tokens, D model width, K dictionary width, G prefixes, S survivors.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+_BLOCK_ELEMENTS = 1 << 22
+"""Pre-activations held at a time: few enough to stay in cache, enough rows for the product to run at full speed."""
+
+_GRADIENT_ROWS = 2048
+"""Latents whose gradients are computed at a time; again so that they are still in cache when they are read."""
+
+_WARM_START = 0.95
+"""The scan starts a little under the last threshold: a scan that starts too high has to be repeated."""
+
+_PRUNE_AT = 3
+"""Candidates are thinned out when there are this many times as many as can survive."""
+
+
+class Active(NamedTuple):
+    """The survivors of a selection: entries of a sparse [K, B] matrix, by latent, then by token."""
+
+    latents_S: Tensor
+    tokens_S: Tensor
+    values_S: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of some latents."""
+
+    rows: slice | Tensor
+    """Which latents: a range, or their indices."""
+    decoder: Tensor
+    """Decoder gradient [rows, D], not yet projected."""
+    parallel: Tensor
+    """Inner product [rows] of each decoder row with its gradient."""
+    encoder: Tensor | None
+    """Encoder gradient [rows, D]; none for frozen rows."""
+    bias: Tensor
+    """Encoder bias gradient [rows]."""
+
+
+@torch.no_grad()
+def select_top(
+    x_BD: Tensor, encoders: Sequence[Tensor], bias_K: Tensor, n_keep: int, warm_start: float | None = None
+) -> Active:
+    """Return the `n_keep` largest positive entries of `encoders @ x + bias`, or all the positive ones when fewer.
+
+    `encoders` are stacked blocks of rows. Of equal entries the first survive. `warm_start`, the smallest survivor of a
+    similar batch, saves work and never changes the result.
+    """
+    cut = _WARM_START * warm_start if warm_start is not None and 0 < warm_start < float("inf") else 0.0
+    candidates = _scan(x_BD, encoders, bias_K, n_keep, cut)
+    if cut > 0 and not _nth_largest(candidates.values_S, n_keep) > cut:
+        candidates = _scan(x_BD, encoders, bias_K, n_keep, 0.0)
+    return _keep_largest(candidates, n_keep)
+
+
+def _scan(x_BD: Tensor, encoders: Sequence[Tensor], bias_K: Tensor, n_keep: int, cut: float) -> Active:
+    """Return every entry above `cut` that can be among the `n_keep` largest, and maybe a few others."""
+    parts: list[Active] = []
+    n_found = 0
+    for first, pre_rB in _pre_activation_blocks(x_BD, encoders):
+        bias = bias_K[first : first + len(pre_rB)]
+        parts.append(_entries_above(pre_rB, bias, cut, first))
+        n_found += len(parts[-1].values_S)
+        if n_found > _PRUNE_AT * n_keep:
+            # What the blocks so far hold above their n_keep-th largest is all that later blocks have to beat.
+            found = _concatenate(parts)
+            cut = max(cut, _nth_largest(found.values_S, n_keep))
+            parts = [_take(found, found.values_S >= cut)]
+            n_found = len(parts[0].values_S)
+    return _concatenate(parts)
+
+
+def _pre_activation_blocks(x_BD: Tensor, encoders: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first latent, encoder rows @ x) block by block; a block is overwritten by the next."""
+    n_tokens = len(x_BD)
+    n_rows = max(1, _BLOCK_ELEMENTS // max(1, n_tokens))
+    buffer = x_BD.new_empty(min(n_rows, max(map(len, encoders))), n_tokens)
+    first = 0
+    for encoder in encoders:
+        for rows in torch.split(encoder, n_rows):
+            if len(rows):
+                yield first, torch.mm(rows, x_BD.T, out=buffer[: len(rows)])
+            first += len(rows)
+
+
+def _entries_above(pre_rB: Tensor, bias_r: Tensor, cut: float, first: int) -> Active:
+    """Return the entries of `pre + bias` above `cut`; when `cut` > 0, also some that equal it but for rounding."""
+    n_tokens = pre_rB.shape[1]
+    floor = -bias_r
+    if cut > 0:
+        slack = 8 * torch.finfo(pre_rB.dtype).eps
+        floor = floor + cut - slack * (bias_r.abs() + cut)
+    # Survivors are rare, so eight flags are tested at once and only the words with one set are looked into.
+    flags = torch.zeros(-(-pre_rB.numel() // 8) * 8, dtype=torch.bool, device=pre_rB.device)
+    torch.gt(pre_rB, floor[:, None], out=flags[: pre_rB.numel()].view_as(pre_rB))
+    words = flags.view(torch.int64).nonzero().squeeze(1)
+    bits = flags.view(-1, 8).index_select(0, words).view(-1).nonzero().squeeze(1)
+    flat = words.index_select(0, bits >> 3).mul_(8).add_(bits & 7)
+    rows = torch.div(flat, n_tokens, rounding_mode="floor")
+    values = pre_rB.view(-1).index_select(0, flat).add_(bias_r.index_select(0, rows))
+    tokens = flat.sub_(rows, alpha=n_tokens).int()
+    return Active(rows.add_(first).int(), tokens, values)
+
+
+def _keep_largest(candidates: Active, n_keep: int) -> Active:
+    values = candidates.values_S
+    threshold = _nth_largest(values, n_keep)
+    if threshold <= 0:
+        return _take(candidates, values > 0)
+    keep = values >= threshold
+    if (surplus := int(keep.sum()) - n_keep) > 0:
+        ties = (values == threshold).nonzero().squeeze(1)
+        keep[ties[len(ties) - surplus :]] = False
+    return _take(candidates, keep)
+
+
+def _nth_largest(values: Tensor, n: int) -> float:
+    """Return the n-th largest value, or 0 when there are fewer than n."""
+    if n > len(values):
+        return 0.0
+    return float(values.kthvalue(len(values) - n + 1).values)
+
+
+def _take(entries: Active, mask: Tensor) -> Active:
+    index = mask.nonzero().squeeze(1)
+    return Active(*(tensor.index_select(0, index) for tensor in entries))
+
+
+def _concatenate(parts: Sequence[Active]) -> Active:
+    return Active(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+def latent_offsets(active: Active, width: int) -> Tensor:
+    """Return where each latent's survivors begin, [K + 1]."""
+    latents = torch.arange(width + 1, dtype=torch.int32, device=active.latents_S.device)
+    return torch.searchsorted(active.latents_S, latents, out_int32=True)
+
+
+def upstream_rows(active: Active, offsets: Tensor, prefixes: Sequence[int], n_tokens: int) -> Tensor:
+    """Return, for each survivor, its row group · B + token in a [G · B, D] table."""
+    rows = active.tokens_S.clone()
+    bounds = offsets[list(prefixes)].tolist()
+    for group, (low, high) in enumerate(pairwise(bounds), start=1):
+        rows[low:high] += group * n_tokens
+    return rows
+
+
+def decode_groups(active: Active, rows_S: Tensor, W_dec: Tensor, n_rows: int) -> Tensor:
+    """Return what the latents of each group add to the reconstruction of each token, [G · B, D]."""
+    ordered, order = torch.sort(rows_S, stable=True)
+    bags = torch.arange(n_rows + 1, dtype=torch.int32, device=rows_S.device)
+    return embedding_bag(
+        active.latents_S.index_select(0, order),
+        W_dec,
+        torch.searchsorted(ordered, bags, out_int32=True),
+        mode="sum",
+        per_sample_weights=active.values_S.index_select(0, order),
+        include_last_offset=True,
+    )
+
+
+def gradients(
+    active: Active,
+    offsets: Tensor,
+    rows_S: Tensor,
+    upstream: Tensor,
+    x_BD: Tensor | None,
+    W_dec: Tensor,
+    latents: range,
+) -> Iterator[Gradients]:
+    """Yield the gradients of the latents in a range, block by block.
+
+    `upstream` is the [G · B, D] table whose row g · B + b holds the gradient of the loss with respect to what group g
+    adds to the reconstruction of token b. Without `x_BD` the encoder's gradient is left out.
+    """
+    starts = range(latents.start, latents.stop, _GRADIENT_ROWS)
+    bounds = offsets[[*starts, latents.stop]].tolist()
+    for start, (low, high) in zip(starts, pairwise(bounds), strict=True):
+        stop = min(start + _GRADIENT_ROWS, latents.stop)
+        bags = offsets[start : stop + 1] - low
+        f = active.values_S[low:high].detach().requires_grad_()
+        with torch.enable_grad():
+            decoder = _bags(rows_S[low:high], upstream, bags, f)
+        # A bag's derivative by its weights is the activation gradient: ⟨decoder row, upstream row⟩ per survivor.
+        (df,) = torch.autograd.grad(decoder, f, W_dec[start:stop])
+        yield Gradients(
+            rows=slice(start, stop),
+            decoder=decoder.detach(),
+            parallel=torch.segment_reduce(f.detach() * df, "sum", offsets=bags),
+            encoder=None if x_BD is None else _bags(active.tokens_S[low:high], x_BD, bags, df),
+            bias=torch.segment_reduce(df, "sum", offsets=bags),
+        )
+
+
+def _bags(rows: Tensor, table: Tensor, bags: Tensor, weights: Tensor) -> Tensor:
+    return embedding_bag(rows, table, bags, mode="sum", per_sample_weights=weights, include_last_offset=True)
