@@ -1,0 +1,119 @@
+"""Configs are frozen dataclasses; this is how they become JSON and come back from TOML.
+
+Reading is strict: an unknown key or a value of another type is an error that names the field.
+"""
+
+import dataclasses
+import tomllib
+import types
+from collections.abc import Mapping
+from enum import Enum
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from dmsae.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+
+def to_dict(config: Any) -> Any:
+    """Return a config as plain JSON values."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {field.name: to_dict(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    if isinstance(config, Enum):
+        return config.value
+    if isinstance(config, Path):
+        return str(config)
+    if isinstance(config, tuple | list):
+        return [to_dict(item) for item in config]
+    if isinstance(config, Mapping):
+        return {key: to_dict(value) for key, value in config.items()}
+    return config
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
+    """Build a config dataclass from plain values; keys that are left out take the defaults."""
+    hints = get_type_hints(cls)
+    known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"Unknown setting {where}{key!r} for {cls.__name__}. {nearest(key, known)}")
+    built = {key: _convert(hints[key], value, f"{where}{key}") for key, value in values.items()}
+    try:
+        return cls(**built)
+    except TypeError as error:
+        missing = [
+            field.name
+            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+            if field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING
+            and field.name not in built
+        ]
+        raise ConfigError(f"{cls.__name__} needs {where}{', '.join(missing)}.") from error
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    """Return `value` as the type that `hint` asks for, or raise a `ConfigError` that names the field."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        for option in get_args(hint):
+            try:
+                return _convert(option, value, name)
+            except ConfigError:
+                continue
+        raise ConfigError(f"{name} = {value!r} is not one of {hint}.")
+    if origin is Literal:
+        if value in get_args(hint):
+            return value
+        raise ConfigError(f"{name} = {value!r} is not allowed. {nearest(str(value), map(str, get_args(hint)))}")
+    if origin is tuple and isinstance(value, list | tuple):
+        inner = get_args(hint)
+        return tuple(_convert(inner[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
+        return from_dict(hint, value, f"{name}.")
+    return _convert_scalar(hint, value, name)
+
+
+def _convert_scalar(hint: Any, value: Any, name: str) -> Any:
+    if hint is Any or (hint is type(None) and value is None):
+        return value
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        try:
+            return hint(value)
+        except ValueError:
+            known = nearest(str(value), (str(member.value) for member in hint))
+            raise ConfigError(f"{name} = {value!r} is not allowed. {known}") from None
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, type) and isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
+        return value
+    raise ConfigError(f"{name} = {value!r} is of type {type(value).__name__}; expected {hint}.")
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that ship with the package."""
+    folder = resources.files("dmsae") / "recipes"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def read_recipe(recipe: str) -> dict[str, Any]:
+    """Return the settings in a TOML recipe: the name of one that ships with the package, or a path."""
+    path = Path(recipe)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise ConfigError(f"There is no recipe file {path}. Shipped recipes: {', '.join(recipe_names())}.")
+        text = path.read_text(encoding="utf8")
+    elif recipe in recipe_names():
+        text = (resources.files("dmsae") / "recipes" / f"{recipe}.toml").read_text(encoding="utf8")
+    else:
+        raise ConfigError(
+            f"Unknown recipe {recipe!r}. {nearest(recipe, recipe_names())} A recipe of your own is given by its "
+            "path, ending in .toml."
+        )
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"Recipe {recipe} is not valid TOML: {error}.") from error

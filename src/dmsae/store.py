@@ -1,0 +1,275 @@
+"""The activation store: what a model did on a text, on disk, made once and read by everything after.
+
+Layout of `<root>/<key>/`, where the key is a hash of all that the content depends on:
+
+    request.json                what the store is made from
+    tokens/<split>.safetensors  tokens [N, L] and document starts [N, L]
+    <split>/00000.safetensors   one shard: x [rows, D]; for held-out and pairs also where each row came from
+                                (context, position); for pairs also g [rows, D]
+    shards.jsonl                one line per finished file: rows, checksum, what was dropped
+    store.json                  written last: the store is complete
+
+Every file is verified against its checksum each time it is read.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+from torch import Tensor
+
+from dmsae import assets
+from dmsae.config import to_dict
+from dmsae.errors import StoreCorruptError, StoreError, nearest
+from dmsae.files import exclusive_lock, sha256_of, write_bytes, write_json
+
+FORMAT = 1
+_REQUEST, _JOURNAL, _COMPLETE, _LOCK = "request.json", "shards.jsonl", "store.json", ".lock"
+
+
+class Split(StrEnum):
+    """The parts of a store, in the order in which they are harvested."""
+
+    PAIRS = "pairs"
+    """(x, g) at positions that have a next token: for attribution."""
+    HELDOUT = "heldout"
+    """x of documents that training never sees, in reading order: for evaluation."""
+    TRAIN = "train"
+    """x in random order: for training."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One finished file of a store."""
+
+    file: str
+    rows: int
+    sha256: str
+    dropped: dict[str, int]
+
+
+class Summary(NamedTuple):
+    """One store as a line in a list."""
+
+    key: str
+    complete: bool
+    request: dict[str, Any]
+    rows: dict[Split, int]
+    size_bytes: int
+
+
+def default_root() -> Path:
+    """Return where stores live unless told otherwise."""
+    return assets.cache_directory() / "stores"
+
+
+class StoreWriter:
+    """A store in the making: remembers what is finished, and finishes the rest in order."""
+
+    def __init__(self, path: Path, request: dict[str, Any]) -> None:
+        self.path = path
+        self.request = request
+        self.records: dict[str, FileRecord] = {}
+        if (path / _REQUEST).is_file():
+            self.records = {record.file: record for record in _read_journal(path)}
+        else:
+            write_json(path / _REQUEST, request)
+        write_bytes(path / _JOURNAL, "".join(_line(record) for record in self.records.values()).encode())
+
+    def add(self, file: str, tensors: dict[str, Tensor], dropped: dict[str, int]) -> FileRecord:
+        """Write one file, then note it in the journal; a crash in between only costs the file."""
+        rows = next(iter(tensors.values())).shape[0]
+        data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        write_bytes(self.path / file, data)
+        record = FileRecord(file, rows, hashlib.sha256(data).hexdigest(), dropped)
+        with (self.path / _JOURNAL).open("a", encoding="utf8") as journal:
+            journal.write(_line(record))
+            journal.flush()
+            os.fsync(journal.fileno())
+        self.records[file] = record
+        return record
+
+    def finish(self, d_model: int) -> "Store":
+        """Declare the store complete."""
+        journal = sha256_of(self.path / _JOURNAL)
+        write_json(self.path / _COMPLETE, {"format": FORMAT, "d_model": d_model, "journal_sha256": journal})
+        return Store.open(self.path)
+
+
+class Store:
+    """A complete store, opened for reading."""
+
+    def __init__(self, path: Path, request: dict[str, Any], facts: dict[str, Any], records: list[FileRecord]) -> None:
+        self.path = path
+        self.request = request
+        self.d_model: int = facts["d_model"]
+        self.records = records
+
+    @classmethod
+    def open(cls, path: Path) -> "Store":
+        """Open a store; one that is missing, incomplete or of another format is an error that says what to do."""
+        if not (path / _REQUEST).is_file():
+            raise StoreError(f"There is no store at {path}. 'dmsae store list' shows those that exist.")
+        if not (path / _COMPLETE).is_file():
+            raise StoreError(f"The store {path} is not complete. Run the same 'dmsae harvest' again to finish it.")
+        facts = _read_json(path / _COMPLETE)
+        if facts.get("format") != FORMAT:
+            raise StoreError(f"The store {path} has format {facts.get('format')}; this version reads {FORMAT}.")
+        if sha256_of(path / _JOURNAL) != facts["journal_sha256"]:
+            raise StoreCorruptError(f"{path / _JOURNAL} has changed since it was written. {_remedy(path)}")
+        return cls(path, _read_json(path / _REQUEST), facts, _read_journal(path))
+
+    @property
+    def key(self) -> str:
+        """The store's name: a hash of what made it."""
+        return self.path.name
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The identity of the model whose activations these are."""
+        identity: dict[str, Any] = self.request["model"]
+        return identity
+
+    def shards(self, split: Split) -> list[FileRecord]:
+        """Return the records of a split's shards, in order."""
+        return [record for record in self.records if record.file.startswith(f"{split}/")]
+
+    def n_rows(self, split: Split) -> int:
+        """Return how many activations a split holds."""
+        return sum(record.rows for record in self.shards(split))
+
+    def dropped(self, split: Split) -> dict[str, int]:
+        """Return how many positions were left out of a split, by reason."""
+        total: dict[str, int] = {}
+        for record in self.shards(split):
+            for reason, count in record.dropped.items():
+                total[reason] = total.get(reason, 0) + count
+        return total
+
+    def size_bytes(self) -> int:
+        """Return the size of all files on disk."""
+        return _directory_bytes(self.path)
+
+    def read(self, record: FileRecord) -> dict[str, Tensor]:
+        """Return the tensors of one file, having checked every byte."""
+        return read_verified(self.path, record)
+
+    def tokens(self, split: Split) -> dict[str, Tensor]:
+        """Return `tokens` [N, L] and document `starts` [N, L] of a split's contexts."""
+        return self.read(next(record for record in self.records if record.file == token_file(split)))
+
+    def batches(self, split: Split, batch_size: int) -> Iterator[dict[str, Tensor]]:
+        """Yield a split's rows once, in stored order, floats as float32; the last batch may be smaller."""
+        for record in self.shards(split):
+            tensors = self.read(record)
+            for start in range(0, record.rows, batch_size):
+                rows = {name: tensor[start : start + batch_size] for name, tensor in tensors.items()}
+                yield {name: row.float() if row.is_floating_point() else row for name, row in rows.items()}
+
+    def verify(self) -> Iterator[tuple[FileRecord, str | None]]:
+        """Check every file; yield each with what is wrong with it, or None."""
+        for record in self.records:
+            try:
+                read_verified(self.path, record)
+                yield record, None
+            except StoreCorruptError as error:
+                yield record, str(error)
+
+
+def token_file(split: Split) -> str:
+    """Return the name of the file that holds a split's tokens."""
+    return f"tokens/{split}.safetensors"
+
+
+def shard_file(split: Split, index: int) -> str:
+    """Return the name of a shard."""
+    return f"{split}/{index:05d}.safetensors"
+
+
+def read_verified(store: Path, record: FileRecord) -> dict[str, Tensor]:
+    """Return the tensors of a store's file, or raise an error that names it when any byte has changed."""
+    path = store / record.file
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoreCorruptError(f"{path} cannot be read: {error.strerror}. {_remedy(store)}") from error
+    if hashlib.sha256(data).hexdigest() != record.sha256:
+        raise StoreCorruptError(f"{path} is damaged: its checksum is not the one written. {_remedy(store)}")
+    return safetensors.torch.load(data)
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether a store has been finished."""
+    return (path / _COMPLETE).is_file()
+
+
+def lock(path: Path) -> Any:
+    """Return a context that keeps other processes from writing the store."""
+    return exclusive_lock(path / _LOCK, f"The store {path.name}")
+
+
+def list_stores(root: Path) -> list[Summary]:
+    """Return the stores under a root, finished or not."""
+    found = []
+    for request in sorted(root.glob(f"*/{_REQUEST}")):
+        path = request.parent
+        rows = dict.fromkeys(Split, 0)
+        for record in _read_journal(path):
+            head = record.file.split("/")[0]
+            if head != "tokens":
+                rows[Split(head)] += record.rows
+        found.append(Summary(path.name, is_complete(path), _read_json(request), rows, _directory_bytes(path)))
+    return found
+
+
+def find_store(root: Path, key: str) -> Path:
+    """Return the path of the one store whose key begins with `key`."""
+    known = [summary.key for summary in list_stores(root)]
+    matches = [name for name in known if name.startswith(key)]
+    if len(matches) == 1:
+        return root / matches[0]
+    if matches:
+        raise StoreError(f"{key!r} could be {' or '.join(matches)}: give more letters.")
+    raise StoreError(f"No store under {root} has a key that begins with {key!r}. {nearest(key, known)}")
+
+
+def remove_store(path: Path) -> None:
+    """Remove a store that nobody is writing; a half-removed one never looks complete."""
+    with lock(path):
+        (path / _COMPLETE).unlink(missing_ok=True)
+        shutil.rmtree(path)
+
+
+def _line(record: FileRecord) -> str:
+    return json.dumps(to_dict(record)) + "\n"
+
+
+def _read_journal(path: Path) -> list[FileRecord]:
+    """Return the finished files; a last line that a crash cut short counts for nothing."""
+    if not (path / _JOURNAL).is_file():
+        return []
+    lines = (path / _JOURNAL).read_text(encoding="utf8").split("\n")[:-1]
+    return [FileRecord(**json.loads(line)) for line in lines]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise StoreCorruptError(f"{path} is not readable JSON: {error}. {_remedy(path.parent)}") from error
+    return value
+
+
+def _remedy(store: Path) -> str:
+    return f"Run 'dmsae store remove {store.name}' and harvest again."
+
+
+def _directory_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
