@@ -112,7 +112,8 @@ class ActivationStream:
             raise ConfigError(f"batch_size = {batch_size} must be at least 1.")
         self.batch_size = batch_size
         self.d_model = source.d_model
-        self._source, self._seed, self._device = source, seed, device
+        self._source, self._seed = source, seed
+        self.device = torch.device(device)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="activations")
         self.seek(Cursor())
 
@@ -147,7 +148,7 @@ class ActivationStream:
             assert self._rows is not None
             at = self._cursor
             chosen = self._order[at.row : at.row + missing]
-            parts.append(self._rows[chosen].to(self._device, torch.float32))
+            parts.append(self._rows[chosen].to(self.device, torch.float32))
             missing -= len(chosen)
             if at.row + len(chosen) < len(self._order):
                 self._cursor = Cursor(at.epoch, at.group, at.row + len(chosen))

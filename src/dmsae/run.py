@@ -1,0 +1,62 @@
+"""The directory of a piece of work: whose it is, what it was asked to do, and that nobody else is at it.
+
+The same command run again goes on where it stopped. A directory made with other settings is refused, with the
+difference shown, and nothing in it is touched.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dmsae.errors import CheckpointError, ConfigError
+from dmsae.files import exclusive_lock, write_json
+
+_SETTINGS, _LOCK = "config.json", ".lock"
+
+
+@contextmanager
+def claimed(directory: Path, settings: dict[str, Any]) -> Iterator[None]:
+    """Hold a directory for the work that `settings` describe, as long as the block runs."""
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is a file; give a directory for the results.")
+    known = (directory / _SETTINGS).is_file()
+    if not known and directory.is_dir() and any(file.name != _LOCK for file in directory.iterdir()):
+        raise ConfigError(f"{directory} is not empty and holds no run. Give a new or empty directory.")
+    with exclusive_lock(directory / _LOCK, f"The run in {directory}"):
+        if known:
+            _refuse_other(directory, settings)
+        else:
+            write_json(directory / _SETTINGS, settings)
+        yield
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """Return the settings that a directory was made with."""
+    path = directory / _SETTINGS
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} holds no run: {path} is missing.") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}. Restore it, or use a new directory.") from error
+    return settings
+
+
+def differences(old: Any, new: Any, name: str = "") -> list[str]:
+    """Return one line per setting that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        inner = {key: f"{name}.{key}" if name else key for key in [*old, *(key for key in new if key not in old)]}
+        return [line for key, path in inner.items() for line in differences(old.get(key), new.get(key), path)]
+    return [] if old == new else [f"{name}: was {json.dumps(old)}, now {json.dumps(new)}"]
+
+
+def _refuse_other(directory: Path, settings: dict[str, Any]) -> None:
+    changed = differences(read_settings(directory), json.loads(json.dumps(settings)))
+    if changed:
+        shown = "\n  ".join(changed)
+        raise ConfigError(
+            f"{directory} was made with other settings:\n  {shown}\nRun with the old settings to go on, or give a new "
+            "directory. Nothing has been changed."
+        )

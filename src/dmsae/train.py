@@ -1,0 +1,297 @@
+"""One cycle of training: a stream of activations through one or several SAEs, in the published recipe.
+
+Several SAEs share every batch, so a sweep reads its data once. A run can be stopped at any moment and goes on from its
+last checkpoint to the same numbers; logging and checkpointing only look.
+
+Inputs are divided by √mean‖x‖² for training and the scale is folded back into biases and thresholds when an SAE is
+saved: encoder rows live in raw space and transfer verbatim.
+
+Shapes: B tokens in a batch, D model width, K dictionary width, C core latents, G prefixes.
+"""
+
+import hashlib
+import json
+import math
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmsae.activations import ActivationStream, Cursor
+from dmsae.checkpoint import load_checkpoint, save_checkpoint
+from dmsae.config import to_dict
+from dmsae.errors import CheckpointError, ConfigError, TrainingError
+from dmsae.files import write_json
+from dmsae.learner import Learner, Member, State
+from dmsae.metrics import MetricsLog
+from dmsae.objective import BatchResult
+from dmsae.progress import console, progress
+from dmsae.run import claimed
+from dmsae.sae import save_sae
+from dmsae.schedule import TrainConfig
+
+_CHECKPOINT, _STATUS = "checkpoint.safetensors", "status.json"
+_INFERENCE_TOKENS = 256
+"""Tokens of a logged batch on which the SAE is also tried as it will be used, with thresholds."""
+
+
+class Outcome(NamedTuple):
+    """How the training of one SAE ended."""
+
+    name: str
+    directory: Path
+    state: State
+    step: int
+    cause: str
+    metrics: dict[str, Any]
+    """The last line of its metrics."""
+
+
+class Trainer:
+    """A run: the learners, the stream they share, and the directory in which it can be taken up again."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        config: TrainConfig,
+        stream: ActivationStream,
+        directory: Path,
+        made_from: dict[str, Any],
+    ) -> None:
+        _check(members, config, stream)
+        self._members, self._config, self._stream, self._directory = members, config, stream, directory
+        self._schedule = config.schedule()
+        # How often to look is no part of what a run is: it may differ when the run is taken up again.
+        watching = ("log_every", "log_to", "checkpoint_seconds")
+        self._settings = {
+            "made_from": made_from,
+            "train": {name: value for name, value in to_dict(config).items() if name not in watching},
+            "schedule": self._schedule._asdict(),
+            "saes": {member.name: to_dict(member.sae) | {"core_sha256": _core_hash(member)} for member in members},
+        }
+        self._step, self._scale = 0, 1.0
+        self._learners: list[Learner] = []
+        self._logs: dict[str, MetricsLog] = {}
+        self._last: dict[str, dict[str, Any]] = {}
+
+    def run(self) -> list[Outcome]:
+        """Train to the end, from the beginning or from the last checkpoint, and return how each SAE fared."""
+        with claimed(self._directory, self._settings):
+            if not self._is_finished():
+                self._begin()
+                try:
+                    self._loop()
+                finally:
+                    for log in self._logs.values():
+                        log.close()
+                self._finish()
+            (self._directory / _CHECKPOINT).unlink(missing_ok=True)
+            return _judged([read_outcome(self._where(member.name)) for member in self._members])
+
+    def _loop(self) -> None:
+        steps, batch = self._schedule.steps, self._config.batch_size
+        saved_at = logged_at = time.monotonic()
+        logged_step = self._step
+        with progress("train", steps, "steps") as bar, _stop_signals() as stop:
+            bar.skip(self._step)
+            while self._step < steps and (active := [one for one in self._learners if one.state is State.TRAINING]):
+                x_BD = next(self._stream).div_(self._scale)
+                variance = _variance(x_BD, self._step)
+                results = [(learner, learner.advance(self._step, x_BD, variance)) for learner in active]
+                self._step += 1
+                now = time.monotonic()
+                if self._step % self._config.log_every == 0 or self._step == steps:
+                    rate = (self._step - logged_step) * batch / max(now - logged_at, 1e-9)
+                    logged_at, logged_step = now, self._step
+                    for learner, result in results:
+                        if learner.state is not State.DIVERGED:
+                            self._log(learner, result, x_BD, variance, rate)
+                bar.advance(1, _note(results, variance))
+                self._note_endings(active)
+                if stop or now - saved_at >= self._config.checkpoint_seconds:
+                    self._save()
+                    saved_at = time.monotonic()
+                if stop:
+                    raise KeyboardInterrupt
+
+    def _begin(self) -> None:
+        """Set up the learners, fresh or as they were at the last checkpoint."""
+        path = self._directory / _CHECKPOINT
+        resumed = load_checkpoint(path) if path.exists() else None
+        if resumed is None:
+            self._scale, b_dec = _first_look(self._stream, self._config.norm_batches)
+        else:
+            b_dec = torch.zeros(self._stream.d_model, device=self._stream.device)
+        self._learners = [Learner(member, self._config, self._schedule, b_dec) for member in self._members]
+        for member in self._members:
+            log = MetricsLog(self._where(member.name), member.name, self._config.log_to, self._settings)
+            self._logs[member.name] = log
+        cursor = Cursor()
+        if resumed is not None:
+            tensors, state = resumed
+            self._step, self._scale, cursor = state["step"], state["scale"], Cursor(**state["cursor"])
+            for learner in self._learners:
+                learner.restore(tensors, state["learners"][learner.name])
+            self._last = state["last"]
+            console.print(f"Resuming at step {self._step:,} of {self._schedule.steps:,}.")
+        for name, log in self._logs.items():
+            log.rewind(resumed[1]["metrics_bytes"][name] if resumed else 0)
+        self._stream.seek(cursor)
+
+    def _save(self) -> None:
+        tensors = {name: tensor for learner in self._learners for name, tensor in learner.tensors().items()}
+        state = {
+            "step": self._step,
+            "scale": self._scale,
+            "cursor": to_dict(self._stream.cursor),
+            "learners": {learner.name: learner.facts() for learner in self._learners},
+            "metrics_bytes": {name: log.size_bytes for name, log in self._logs.items()},
+            "last": self._last,
+        }
+        save_checkpoint(self._directory / _CHECKPOINT, tensors, state)
+
+    def _finish(self) -> None:
+        """Save every SAE in raw space, then how it fared."""
+        for learner in self._learners:
+            if learner.state is State.TRAINING:
+                learner.end(State.FINISHED, self._step)
+            save_sae(learner.folded(self._scale), self._where(learner.name))
+            status = {"state": learner.state, "step": learner.ended_at, "cause": learner.cause}
+            status |= {"scale": self._scale, "metrics": self._last.get(learner.name, {})}
+            write_json(self._where(learner.name) / _STATUS, status)
+
+    def _is_finished(self) -> bool:
+        return all((self._where(member.name) / _STATUS).is_file() for member in self._members)
+
+    def _log(self, learner: Learner, result: BatchResult, x_BD: Tensor, variance: float, rate: float) -> None:
+        metrics = {
+            "step": self._step,
+            "tokens": self._step * self._config.batch_size,
+            "loss": result.loss,
+            "aux_loss": result.aux_loss,
+            "fve": 1 - float(result.prefix_errors[-1]) / variance,
+            "fve_prefixes": [1 - error / variance for error in result.prefix_errors.tolist()],
+            "l0_core": result.l0_core,
+            "l0_noncore": result.l0_noncore,
+            **learner.as_used(x_BD[:_INFERENCE_TOKENS]),
+            "dead_groups": learner.dead_groups(),
+            "threshold": None if learner.threshold is None else learner.threshold * self._scale,
+            "grad_norm": result.grad_norm,
+            "lr": learner.optimiser.param_groups[0]["lr"],
+        }
+        self._last[learner.name] = metrics
+        self._logs[learner.name].write(metrics, rate)
+
+    def _note_endings(self, learners: list[Learner]) -> None:
+        for learner in learners:
+            if learner.state is not State.TRAINING:
+                console.print(f"[yellow]{learner.name} {learner.state} at step {learner.ended_at}[/]: {learner.cause}")
+
+    def _where(self, name: str) -> Path:
+        return self._directory / name
+
+
+def read_outcome(directory: Path) -> Outcome:
+    """Return how the training of the SAE in a directory ended."""
+    path = directory / _STATUS
+    try:
+        status = json.loads(path.read_text(encoding="utf8"))
+        state = State(status["state"])
+        return Outcome(directory.name, directory, state, status["step"], status["cause"], status["metrics"])
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} holds no finished training: {path} is missing.") from None
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is not the status of a training run: {error}.") from error
+
+
+def _judged(outcomes: list[Outcome]) -> list[Outcome]:
+    """Return the outcomes, unless there is nothing to go on with."""
+    first = outcomes[0]
+    if all(outcome.state is State.DIVERGED for outcome in outcomes):
+        raise TrainingError(
+            f"Training diverged at step {first.step}: {first.cause}. The SAE as it was before that step is saved in "
+            f"{first.directory}. Try a lower lr, a longer warm-up, or a smaller k, in a new directory."
+        )
+    return outcomes
+
+
+def geometric_median(x_BD: Tensor, n_iterations: int = 50) -> Tensor:
+    """Return the point with the least summed distance to the rows, by Weiszfeld's iteration."""
+    median_D = x_BD.mean(0)
+    for _ in range(n_iterations):
+        weights_B = 1 / (x_BD - median_D).norm(dim=1).clamp_min(1e-8)
+        median_D = (weights_B[:, None] * x_BD).sum(0) / weights_B.sum()
+    return median_D
+
+
+def _first_look(stream: ActivationStream, n_batches: int) -> tuple[float, Tensor]:
+    """Return the scale √mean‖x‖² of the first batches, and the geometric median of the first on that scale."""
+    first_BD = next(stream)
+    squares = [float(first_BD.square().sum(1).mean(dtype=torch.float64))]
+    squares += [float(next(stream).square().sum(1).mean(dtype=torch.float64)) for _ in range(n_batches - 1)]
+    scale = math.sqrt(sum(squares) / n_batches)
+    if not (math.isfinite(scale) and scale > 0):
+        raise TrainingError(f"The activations' scale is {scale}: they are all zero or not finite. Check the store.")
+    return scale, geometric_median(first_BD / scale)
+
+
+def _variance(x_BD: Tensor, step: int) -> float:
+    """Return the batch's variance about its mean, summed over dimensions."""
+    variance = float((x_BD - x_BD.mean(0)).square().sum(1).mean())
+    if not math.isfinite(variance):
+        raise TrainingError(f"The batch of step {step} holds activations that are not finite. Check the store.")
+    return variance
+
+
+def _note(results: list[tuple[Learner, BatchResult]], variance: float) -> str:
+    """Return the first learner's state in a few words."""
+    learner, result = results[0]
+    fve = 1 - float(result.prefix_errors[-1]) / variance
+    name = f"{learner.name} " if len(results) > 1 else ""
+    return f"{name}loss {result.loss:.3f} fve {fve:.3f} L0 {result.l0_core:.0f}+{result.l0_noncore:.0f}"
+
+
+def _check(members: Sequence[Member], config: TrainConfig, stream: ActivationStream) -> None:
+    names = [member.name for member in members]
+    if not names or len(set(names)) != len(names) or any("/" in name or not name for name in names):
+        raise ConfigError(f"SAEs need distinct names without '/'; got {names}.")
+    for member in members:
+        if member.sae.d_model != stream.d_model:
+            raise ConfigError(
+                f"{member.name}: d_model = {member.sae.d_model}, but the activations have width {stream.d_model}."
+            )
+    if stream.batch_size != config.batch_size:
+        raise ConfigError(f"batch_size = {config.batch_size}, but the stream gives {stream.batch_size} at a time.")
+
+
+def _core_hash(member: Member) -> str | None:
+    rows = member.core_rows
+    return None if rows is None else hashlib.sha256(rows.contiguous().numpy().tobytes()).hexdigest()
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM instead of dying of them; a second one has its usual effect."""
+    received: list[int] = []
+    previous: dict[int, Any] = {}
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, previous[number])
+
+    try:
+        for number in map(int, (signal.SIGINT, signal.SIGTERM)):
+            previous[number] = signal.signal(number, note)
+    except ValueError:  # not in the main thread: signals are somebody else's business
+        previous.clear()
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
