@@ -17,14 +17,17 @@ from rich.table import Table
 
 from dmsae import __version__, assets
 from dmsae.config import from_dict, read_recipe, recipe_names
-from dmsae.errors import DmsaeError, StoreError
+from dmsae.errors import ConfigError, DmsaeError, StoreError, nearest
 from dmsae.files import human_bytes
 from dmsae.harvest import Estimate, Harvest, HarvestConfig
 from dmsae.progress import console, human_seconds, progress
 from dmsae.store import Split, Store, default_root, find_store, is_complete, list_stores, remove_store
 
 # In a file or a pipe there is no screen width to respect: a key or number that is cut off cannot be pasted.
-out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 180)
+# Names and paths may hold brackets: nothing that is printed here is markup.
+out = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 180)
+SECTIONS = ("harvest",)
+"""The tables that a recipe may have."""
 Words = Annotated[tuple[str, ...], tyro.conf.Positional]
 Word = Annotated[str, tyro.conf.Positional]
 
@@ -105,9 +108,7 @@ def store_list(root: Path | None = None) -> None:
     table = _table("key", "state", "model", "hook", "text", *Split, "size")
     for one in found:
         counts = (f"{one.rows[split]:,}" for split in Split)
-        model, state = one.request["model"], "complete" if one.complete else "unfinished"
-        size = human_bytes(one.size_bytes)
-        table.add_row(one.key, state, model["name"], model["hook"], one.request["source"], *counts, size)
+        table.add_row(one.key, one.state, one.model, one.hook, one.source, *counts, human_bytes(one.size_bytes))
     out.print(table if found else f"No stores under {root or default_root()}. 'dmsae harvest' makes one.")
 
 
@@ -154,7 +155,7 @@ def store_remove(key: Word, root: Path | None = None) -> None:
 def show_store(store: Store) -> None:
     """Print a store's facts and a look at what is in it."""
     request, model = store.request, store.model
-    out.print(f"[bold]Store {store.key}[/bold]  {escape(str(store.path))}  {human_bytes(store.size_bytes())}")
+    out.print(f"Store {store.key}  {store.path}  {human_bytes(store.size_bytes())}", style="bold")
     out.print(f"model  {model['name']} {model['revision']} at {model['hook']}, weights {model['weights_sha256'][:12]}…")
     out.print(f"text   {request['source']}, contexts of {request['tokens']['context_length']}, seed {request['seed']}")
     table = _table("split", "rows", "shards", "dtype", "mean ‖x‖", "max ‖x‖", "dropped")
@@ -178,7 +179,7 @@ def _print_estimate(job: Harvest, estimate: Estimate) -> None:
         table.add_row(split, f"{estimate.rows[split]:,} × {estimate.d_model}", size, seconds)
     size, seconds = human_bytes(sum(estimate.size_bytes.values())), human_seconds(sum(estimate.seconds.values()))
     table.add_row("all", "", size, seconds)
-    out.print(f"[bold]Store {job.path.name}[/bold] would be made in {escape(str(job.path.parent))}:")
+    out.print(f"Store {job.path.name} would be made in {job.path.parent}:", style="bold")
     out.print(table)
 
 
@@ -189,6 +190,8 @@ def _table(*columns: str) -> Table:
 def _app(recipe: str) -> tyro.extras.SubcommandApp:
     """Return the commands, with defaults as the recipe has them."""
     settings = read_recipe(recipe) if recipe else {}
+    if unknown := [section for section in settings if section not in SECTIONS]:
+        raise ConfigError(f"Recipe {recipe} has an unknown section {unknown[0]!r}. {nearest(unknown[0], SECTIONS)}")
     defaults = HarvestCommand(config=from_dict(HarvestConfig, settings.get("harvest", {}), "harvest."), recipe=recipe)
 
     def run_harvest(command: Annotated[HarvestCommand, tyro.conf.arg(name="")] = defaults) -> None:

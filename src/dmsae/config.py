@@ -34,6 +34,8 @@ def to_dict(config: Any) -> Any:
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Build a config dataclass from plain values; keys that are left out take the defaults."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where.rstrip('.')} = {values!r} is not a table of settings for {cls.__name__}.")
     hints = get_type_hints(cls)
     known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
     for key in values:

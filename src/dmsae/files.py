@@ -1,5 +1,6 @@
 """Files that are either whole or absent: atomic writes, checksums, locks."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -8,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import safetensors.torch
 from torch import Tensor
@@ -41,10 +42,19 @@ def write_bytes(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # The name is fixed, not random: a killed writer's leftover is overwritten by the next one. Writers hold a lock.
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        temporary.unlink(missing_ok=True)
+        raise DiskSpaceError(
+            f"The disk filled up while {path} ({human_bytes(len(data))}) was written. Make room and run the same "
+            "command again: what was finished is kept."
+        ) from error
     temporary.replace(path)
     fsync_directory(path.parent)
 
@@ -71,17 +81,7 @@ def canonical_hash(value: Any) -> str:
 @contextmanager
 def exclusive_lock(path: Path, what: str) -> Iterator[None]:
     """Hold a lock that ends with the process, however it ends; raise `BusyError` when another process has it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            raise BusyError(
-                f"{what} is in use by process {holder}. Wait until it has finished, or stop it, and run the same "
-                f"command again: nothing has been changed. (Lock: {path})"
-            ) from None
+    with _locked(path, what) as file:
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -89,6 +89,27 @@ def exclusive_lock(path: Path, what: str) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
+
+
+def _locked(path: Path, what: str) -> IO[str]:
+    """Return the open lock file, locked."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever held it may have removed the file meanwhile, and a lock on a file without a name keeps out nobody.
+            if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                return file
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            file.close()
+            raise BusyError(
+                f"{what} is in use by process {holder}. Wait until it has finished, or stop it, and run the same "
+                f"command again: nothing has been changed. (Lock: {path})"
+            ) from None
+        file.close()
 
 
 def require_space(directory: Path, needed_bytes: int, what: str) -> None:

@@ -7,7 +7,7 @@ Layout of `<root>/<key>/`, where the key is a hash of all that the content depen
     <split>/00000.safetensors   one shard: x [rows, D]; for held-out and pairs also where each row came from
                                 (context, position); for pairs also g [rows, D]
     shards.jsonl                one line per finished file: rows, checksum, what was dropped
-    store.json                  written last: the store is complete
+    store.json                  written last: the store is complete; checksums of the two above and of itself
 
 Every file is verified against its checksum each time it is read.
 """
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import safetensors.torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch import Tensor
 from dmsae import assets
 from dmsae.config import to_dict
 from dmsae.errors import StoreCorruptError, StoreError, nearest
-from dmsae.files import exclusive_lock, sha256_of, write_bytes, write_json
+from dmsae.files import canonical_hash, exclusive_lock, sha256_of, write_bytes, write_json
 
 FORMAT = 1
 _REQUEST, _JOURNAL, _COMPLETE, _LOCK = "request.json", "shards.jsonl", "store.json", ".lock"
@@ -59,8 +59,10 @@ class Summary(NamedTuple):
     """One store as a line in a list."""
 
     key: str
-    complete: bool
-    request: dict[str, Any]
+    state: Literal["complete", "unfinished", "damaged"]
+    model: str
+    hook: str
+    source: str
     rows: dict[Split, int]
     size_bytes: int
 
@@ -76,12 +78,9 @@ class StoreWriter:
     def __init__(self, path: Path, request: dict[str, Any]) -> None:
         self.path = path
         self.request = request
-        self.records: dict[str, FileRecord] = {}
-        if (path / _REQUEST).is_file():
-            self.records = {record.file: record for record in _read_journal(path)}
-        else:
-            write_json(path / _REQUEST, request)
-        write_bytes(path / _JOURNAL, "".join(_line(record) for record in self.records.values()).encode())
+        self.records = {record.file: record for record in _read_journal(path)}
+        write_json(path / _REQUEST, request)
+        write_bytes(path / _JOURNAL, self._journal())
 
     def add(self, file: str, tensors: dict[str, Tensor], dropped: dict[str, int]) -> FileRecord:
         """Write one file, then note it in the journal; a crash in between only costs the file."""
@@ -98,9 +97,17 @@ class StoreWriter:
 
     def finish(self, d_model: int) -> "Store":
         """Declare the store complete."""
-        journal = sha256_of(self.path / _JOURNAL)
-        write_json(self.path / _COMPLETE, {"format": FORMAT, "d_model": d_model, "journal_sha256": journal})
+        facts = {
+            "format": FORMAT,
+            "d_model": d_model,
+            "journal_sha256": hashlib.sha256(self._journal()).hexdigest(),
+            "request_sha256": sha256_of(self.path / _REQUEST),
+        }
+        write_json(self.path / _COMPLETE, facts | {"facts_sha256": canonical_hash(facts)})
         return Store.open(self.path)
+
+    def _journal(self) -> bytes:
+        return "".join(_line(record) for record in self.records.values()).encode()
 
 
 class Store:
@@ -120,10 +127,13 @@ class Store:
         if not (path / _COMPLETE).is_file():
             raise StoreError(f"The store {path} is not complete. Run the same 'dmsae harvest' again to finish it.")
         facts = _read_json(path / _COMPLETE)
-        if facts.get("format") != FORMAT:
-            raise StoreError(f"The store {path} has format {facts.get('format')}; this version reads {FORMAT}.")
-        if sha256_of(path / _JOURNAL) != facts["journal_sha256"]:
-            raise StoreCorruptError(f"{path / _JOURNAL} has changed since it was written. {_remedy(path)}")
+        if facts.pop("facts_sha256", None) != canonical_hash(facts):
+            raise StoreCorruptError(f"{path / _COMPLETE} has changed since it was written. {_remedy(path)}")
+        if facts["format"] != FORMAT:
+            raise StoreError(f"The store {path} has format {facts['format']}; this version reads {FORMAT}.")
+        for name, expected in ((_JOURNAL, facts["journal_sha256"]), (_REQUEST, facts["request_sha256"])):
+            if not (path / name).is_file() or sha256_of(path / name) != expected:
+                raise StoreCorruptError(f"{path / name} has changed since it was written. {_remedy(path)}")
         return cls(path, _read_json(path / _REQUEST), facts, _read_journal(path))
 
     @property
@@ -216,22 +226,34 @@ def lock(path: Path) -> Any:
 
 
 def list_stores(root: Path) -> list[Summary]:
-    """Return the stores under a root, finished or not."""
-    found = []
-    for request in sorted(root.glob(f"*/{_REQUEST}")):
-        path = request.parent
-        rows = dict.fromkeys(Split, 0)
-        for record in _read_journal(path):
+    """Return the stores under a root, finished or not; a damaged one is listed as such."""
+    return [_summary(path) for path in _paths(root)]
+
+
+def _summary(path: Path) -> Summary:
+    rows = dict.fromkeys(Split, 0)
+    size = _directory_bytes(path)
+    try:
+        complete = is_complete(path)
+        store = Store.open(path) if complete else None
+        request = store.request if store else _read_json(path / _REQUEST)
+        for record in store.records if store else _read_journal(path):
             head = record.file.split("/")[0]
             if head != "tokens":
                 rows[Split(head)] += record.rows
-        found.append(Summary(path.name, is_complete(path), _read_json(request), rows, _directory_bytes(path)))
-    return found
+        names = (request["model"]["name"], request["model"]["hook"], request["source"])
+    except (StoreError, KeyError, ValueError):
+        return Summary(path.name, "damaged", "", "", "", dict.fromkeys(Split, 0), size)
+    return Summary(path.name, "complete" if complete else "unfinished", *names, rows, size)
+
+
+def _paths(root: Path) -> list[Path]:
+    return sorted(request.parent for request in root.glob(f"*/{_REQUEST}"))
 
 
 def find_store(root: Path, key: str) -> Path:
     """Return the path of the one store whose key begins with `key`."""
-    known = [summary.key for summary in list_stores(root)]
+    known = [path.name for path in _paths(root)]
     matches = [name for name in known if name.startswith(key)]
     if len(matches) == 1:
         return root / matches[0]
@@ -241,9 +263,10 @@ def find_store(root: Path, key: str) -> Path:
 
 
 def remove_store(path: Path) -> None:
-    """Remove a store that nobody is writing; a half-removed one never looks complete."""
+    """Remove a store that nobody is writing; a half-removed one never looks complete, nor its shards finished."""
     with lock(path):
-        (path / _COMPLETE).unlink(missing_ok=True)
+        for name in (_COMPLETE, _JOURNAL):
+            (path / name).unlink(missing_ok=True)
         shutil.rmtree(path)
 
 
@@ -255,8 +278,11 @@ def _read_journal(path: Path) -> list[FileRecord]:
     """Return the finished files; a last line that a crash cut short counts for nothing."""
     if not (path / _JOURNAL).is_file():
         return []
-    lines = (path / _JOURNAL).read_text(encoding="utf8").split("\n")[:-1]
-    return [FileRecord(**json.loads(line)) for line in lines]
+    try:
+        lines = (path / _JOURNAL).read_text(encoding="utf8").split("\n")[:-1]
+        return [FileRecord(**json.loads(line)) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise StoreCorruptError(f"{path / _JOURNAL} is damaged: {error}. {_remedy(path)}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
