@@ -85,7 +85,8 @@ class Corpus:
         """Yield every distinct document once, in an order that depends on the seed alone."""
         seen: set[bytes] = set()
         for path in self.excluded:
-            seen.update(_digest(text) for text in read_documents(path, self.field, self.config.txt_documents))
+            found = read_documents(path, self.field, self.config.txt_documents, may_be_empty=True)
+            seen.update(_digest(text) for text in found)
         return _shuffled(self._distinct(seen), self.config.shuffle_chars, seed)
 
     def _distinct(self, seen: set[bytes]) -> Iterator[Document]:
@@ -101,12 +102,20 @@ class Corpus:
             for path in self.files:
                 yield from read_documents(path, self.field, self.config.txt_documents)
             return
-        for row in self._open_hub():
-            if self.field not in row:
-                raise CorpusError(
-                    f"{self.config.source} has no column {self.field!r}. {nearest(self.field, row)} Set text.field."
-                )
-            yield str(row[self.field])
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            for row in self._open_hub():
+                if self.field not in row:
+                    raise CorpusError(
+                        f"{self.config.source} has no column {self.field!r}. {nearest(self.field, row)} Set text.field."
+                    )
+                yield _as_text(row[self.field], self.config.source, self.field)
+        except (HfHubHTTPError, OSError, ValueError, pa.ArrowException) as error:
+            raise CorpusError(
+                f"The Hub dataset {self.config.source!r} cannot be read: {_first_line(error)}. Check text.hub_subset, "
+                "text.hub_split and the network, and run the same command again."
+            ) from error
 
     def _resolve_files(self) -> dict[str, Any]:
         source = self.config.source
@@ -164,7 +173,9 @@ class Corpus:
         return rows
 
 
-def read_documents(path: Path, field: str, txt_documents: str = "paragraph") -> Iterator[str]:
+def read_documents(
+    path: Path, field: str, txt_documents: str = "paragraph", may_be_empty: bool = False
+) -> Iterator[str]:
     """Yield the documents of one file; a file that cannot be read, or holds none, is an error that names it."""
     readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
     kind = _kind(path)
@@ -177,7 +188,7 @@ def read_documents(path: Path, field: str, txt_documents: str = "paragraph") -> 
             yield text
     except (OSError, UnicodeDecodeError, pa.ArrowException, csv.Error) as error:
         raise CorpusError(f"{path} cannot be read as {kind}: {_first_line(error)}.") from error
-    if empty:
+    if empty and not may_be_empty:
         raise CorpusError(f"{path} holds no text. Remove it from text.source, or exclude it with text.exclude.")
 
 
@@ -211,7 +222,7 @@ def _kind(path: Path) -> str | None:
 def _open(path: Path, newline: str | None = None) -> io.TextIOWrapper:
     compression = _COMPRESSION.get(path.suffix.lower())
     stream = pa.input_stream(os.fspath(path), compression=compression)
-    return io.TextIOWrapper(stream, encoding="utf8", newline=newline)
+    return io.TextIOWrapper(stream, encoding="utf-8-sig", newline=newline)  # with or without a byte order mark
 
 
 def _read_txt(path: Path, documents: str) -> Iterator[str]:
@@ -244,7 +255,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
             if not isinstance(record, dict) or not isinstance(record.get(field), str):
                 keys = record if isinstance(record, dict) else ()
                 raise CorpusError(f"{path}, line {number} has no text under {field!r}. {nearest(field, keys)}")
-            yield record[field]
+            yield _as_text(record[field], path, field)
 
 
 def _read_csv(path: Path, field: str) -> Iterator[str]:
@@ -267,7 +278,16 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
         raise CorpusError(f"{path} has no column {field!r}. {nearest(field, table.schema_arrow.names)} Set text.field.")
     for batch in table.iter_batches(batch_size=1024, columns=[field]):
         for value in batch.column(0):
-            yield value.as_py() or ""
+            yield _as_text(value.as_py(), path, field)
+
+
+def _as_text(value: Any, source: Path | str, field: str) -> str:
+    """Return a cell as text that can be encoded: nothing for null, a replacement mark for half a surrogate pair."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise CorpusError(f"{source} holds {type(value).__name__} under {field!r}, expected text. Set text.field.")
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _shuffled(documents: Iterable[Document], buffer_chars: int, seed: int) -> Iterator[Document]:
@@ -289,7 +309,7 @@ def _shuffled(documents: Iterable[Document], buffer_chars: int, seed: int) -> It
 
 
 def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf8", "surrogatepass"), digest_size=16).digest()
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _first_line(error: BaseException) -> str:
