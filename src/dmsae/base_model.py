@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dmsae import assets
@@ -180,9 +181,18 @@ class BaseModel:
         identity = identity or identify(config)
         device = choose_device(config.device)
         transformers.utils.logging.disable_progress_bar()
-        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[config.dtype], use_safetensors=True
-        )
+        try:
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=DTYPES[config.dtype], use_safetensors=True, output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ModelError(f"The model in {path} cannot be loaded: {error}") from error
+        model, found = loaded
+        if missing := sorted(found["missing_keys"]):
+            raise ModelError(
+                f"The weights in {path} are not all there: {', '.join(missing[:3])} and {len(missing)} in all are "
+                "missing, and transformers would have made them up."
+            )
         return cls(model.to(device), load_tokenizer(config), identity)
 
     @torch.no_grad()
@@ -191,7 +201,7 @@ class BaseModel:
         captured: list[Tensor] = []
 
         def take(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            captured.append(_main(output))
+            captured.append(_main(output, tokens_NL))
             raise _Reached
 
         with self._hook(take):
@@ -206,7 +216,11 @@ class BaseModel:
         leaf: list[Tensor] = []
 
         def restart_graph(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-            leaf.append(_main(output).detach().requires_grad_())
+            if leaf:
+                raise ModelError(
+                    f"{self.identity.hook!r} runs more than once in a forward pass; choose another model.hook."
+                )
+            leaf.append(_main(output, tokens_NL).detach().requires_grad_())
             return _with_main(output, leaf[0])
 
         with self._hook(restart_graph), torch.enable_grad():
@@ -255,13 +269,16 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """Return the model's own tokenizer."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     path, _ = locate(config)
-    return transformers.AutoTokenizer.from_pretrained(path)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} holds no tokenizer that can be loaded: {error}") from error
 
 
-def _main(output: Any) -> Tensor:
+def _main(output: Any, tokens_NL: Tensor) -> Tensor:
     """Return the hidden states in a module's output, which may be a tuple."""
     main = output[0] if isinstance(output, tuple) else output
-    if not isinstance(main, Tensor) or main.ndim != 3:
+    if not isinstance(main, Tensor) or main.ndim != 3 or main.shape[:2] != tokens_NL.shape:
         raise ModelError("The hooked module does not put out hidden states [contexts, positions, width].")
     return main
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from dmsae import store as stores
 from dmsae.base_model import DTYPES, BaseModel, DtypeName, ModelConfig, ModelIdentity, identify, load_tokenizer
 from dmsae.config import to_dict
-from dmsae.errors import ConfigError, CorpusError, StoreError
-from dmsae.files import canonical_hash, require_space
-from dmsae.progress import progress
+from dmsae.errors import ConfigError, CorpusError, ModelError, StoreError
+from dmsae.files import canonical_hash, human_bytes, require_space
+from dmsae.progress import console, human_seconds, progress
 from dmsae.seeds import generator
 from dmsae.store import FileRecord, Split, Store, StoreWriter, shard_file, token_file
 from dmsae.text import Corpus, Document, TextConfig
@@ -110,10 +110,18 @@ class Harvest:
         if stores.is_complete(self.path):
             return Store.open(self.path)
         with stores.lock(self.path):
+            if stores.is_complete(self.path):  # another process finished it just before we had the lock
+                return Store.open(self.path)
             writer = StoreWriter(self.path, self.request)
             tokens = self._tokens(writer)
             estimate = self.estimate(tokens)
-            require_space(self.path, self._missing_bytes(writer, estimate), f"The store {self.path.name}")
+            missing_bytes = self._missing_bytes(writer, estimate)
+            require_space(self.path, missing_bytes, f"The store {self.path.name}")
+            console.print(
+                f"Store {self.path.name}: {human_bytes(missing_bytes)} to write; all of it would take about "
+                f"{human_seconds(sum(estimate.seconds.values()))}.",
+                soft_wrap=True,
+            )
             for split in Split:
                 self._fill(writer, split, tokens[split])
             return writer.finish(estimate.d_model)
@@ -128,10 +136,10 @@ class Harvest:
             start = time.perf_counter()
             if len(tokens[split]):
                 maker.make(split, probe_NL, quota=probe_NL.numel())
-            rate = probe_NL.numel() / (time.perf_counter() - start)
+            seconds_each = (time.perf_counter() - start) / probe_NL.numel()
             rows[split] = self.config.wanted(split)
             size[split] = rows[split] * _row_bytes(self.config, split, d_model) + tokens[split].numel() * 5
-            seconds[split] = tokens[split].numel() / rate
+            seconds[split] = tokens[split].numel() * seconds_each
         return Estimate(d_model, rows, size, seconds)
 
     def dry_run(self) -> Estimate:
@@ -301,6 +309,11 @@ class ShardMaker:
     def _select(self, split: Split, shard: Shard, index: int, dropped: dict[str, int]) -> Shard:
         """Leave out norm outliers and, except for held-out rows, shuffle."""
         norms = shard["x"].norm(dim=1)
+        if not torch.isfinite(norms).all():
+            raise ModelError(
+                f"The activations at {self._model.identity.hook!r} are not finite with model.dtype = "
+                f"{self._model.identity.dtype}. Use float32 or bfloat16."
+            )
         chosen = torch.arange(len(norms))
         if self._config.max_norm_ratio is not None and len(norms):
             chosen = chosen[norms <= self._config.max_norm_ratio * norms.median()]
