@@ -52,6 +52,10 @@ class TrainingError(DmsaeError):
     """Training cannot go on: the numbers are no longer numbers, or the data ran out."""
 
 
+class AttributionError(DmsaeError):
+    """No core can be selected: the attribution scores are all zero, not finite, or not of the latents asked for."""
+
+
 class CheckpointError(DmsaeError):
     """A checkpoint or saved SAE is damaged, or belongs to another configuration."""
 
