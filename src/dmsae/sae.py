@@ -10,6 +10,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -63,9 +64,7 @@ class SAEConfig:
             raise ConfigError(f"n_core is {self.n_core}; it must be smaller than width ({self.width}).")
         _check_prefixes(self.prefixes, self.width, self.n_core)
         if self.k > self.n_competing:
-            raise ConfigError(
-                f"k is {self.k}; BatchTopK can keep at most the {self.n_competing} competing latents."
-            )
+            raise ConfigError(f"k is {self.k}; BatchTopK can keep at most the {self.n_competing} competing latents.")
 
     @property
     def n_free(self) -> int:
@@ -105,20 +104,20 @@ class SAEConfig:
         )
 
 
-def matryoshka_prefixes(width: int, n_core: int = 0) -> tuple[int, ...]:
-    """Return the published nesting: groups of 1/32, 1/16, 1/8, 1/4 of `width` and the rest, after the core.
-
-    The last group gives up the room that the core takes, so that the total stays `width`.
-    """
+def matryoshka_prefixes(width: int) -> tuple[int, ...]:
+    """Return the published nesting: groups of 1/32, 1/16, 1/8, 1/4 of `width` and the rest, as cumulative sizes."""
     _require_int("width", width, 32)
-    _require_int("n_core", n_core, 0)
     sizes = [int(fraction * width) for fraction in _FRACTIONS]
-    cumulative = [n_core + sum(sizes[: i + 1]) for i in range(len(sizes))]
-    if n_core >= width - sum(sizes):
+    return (*accumulate(sizes), width)
+
+
+def core_first(prefixes: tuple[int, ...], n_core: int) -> tuple[int, ...]:
+    """Return a nesting with the core before its groups; the last group gives up the room that the core takes."""
+    if len(prefixes) > 1 and prefixes[-2] + n_core >= prefixes[-1]:
         raise ConfigError(
-            f"n_core is {n_core}; width {width} has room for at most {width - sum(sizes) - 1} core latents."
+            f"n_core is {n_core}; prefixes {prefixes} leave room for at most {prefixes[-1] - prefixes[-2] - 1}."
         )
-    return (*cumulative, width)
+    return (*(size + n_core for size in prefixes[:-1]), prefixes[-1])
 
 
 class SAE(nn.Module):

@@ -2,11 +2,23 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from dmsae.errors import ConfigError
+from dmsae.config import to_dict
+from dmsae.errors import ConfigError, nearest
 from dmsae.metrics import Sink
 from dmsae.objective import Objective
+
+_WHOLE = {
+    "tokens": 1,
+    "batch_size": 1,
+    "warmup_steps": 0,
+    "threshold_start": 0,
+    "dead_after_tokens": 1,
+    "norm_batches": 1,
+    "log_every": 1,
+}
+"""The fields that are whole numbers, and the least each may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +58,47 @@ class TrainConfig:
     """Where metrics go besides: tensorboard, wandb."""
     checkpoint_seconds: float = 120.0
     """Time between checkpoints. One is also written on Ctrl-C and SIGTERM."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `mps`, or `auto`: the first of cuda, mps, cpu that is there."""
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.tokens < self.batch_size:
+        for name, low in _WHOLE.items():
+            _require_whole(name, getattr(self, name), low)
+        if self.tokens < self.batch_size:
             raise ConfigError(f"tokens = {self.tokens} must be at least one batch (batch_size = {self.batch_size}).")
         for name in ("lr", "max_grad_norm"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be a positive number.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas = {self.betas} must be two numbers of at least 0 and below 1.")
         if not 0 <= self.decay_fraction <= 1:
             raise ConfigError(f"decay_fraction = {self.decay_fraction} must lie between 0 and 1.")
-        for name in ("warmup_steps", "threshold_start"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise ConfigError(f"{name} = {value} must not be negative.")
         if self.threshold_beta is not None and not 0 <= self.threshold_beta < 1:
-            raise ConfigError(f"threshold_beta = {self.threshold_beta} must lie between 0 and 1.")
-        for name in ("log_every", "norm_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1.")
-        if self.dead_after_tokens is not None and self.dead_after_tokens < 1:
-            raise ConfigError(f"dead_after_tokens = {self.dead_after_tokens} must be at least 1.")
+            raise ConfigError(f"threshold_beta = {self.threshold_beta} must be at least 0 and below 1.")
+        if self.threshold_start is not None and self.threshold_start >= self.tokens // self.batch_size:
+            raise ConfigError(
+                f"threshold_start = {self.threshold_start} is past the end of the run, which has "
+                f"{self.tokens // self.batch_size} steps: the SAE would never get an inference threshold."
+            )
+        if not self.collapse_fve < 1:
+            raise ConfigError(f"collapse_fve = {self.collapse_fve} must be below 1; a negative number turns it off.")
+        if not self.checkpoint_seconds >= 0:
+            raise ConfigError(f"checkpoint_seconds = {self.checkpoint_seconds} must be at least 0.")
+        for sink in self.log_to:
+            if sink not in get_args(Sink):
+                raise ConfigError(f"log_to = {self.log_to} names {sink!r}. {nearest(str(sink), get_args(Sink))}")
+
+    def lasting(self) -> dict[str, Any]:
+        """Return the settings that decide the result; how often to look and to save may change on the way."""
+        watching = ("log_every", "log_to", "checkpoint_seconds", "device")
+        return {name: value for name, value in to_dict(self).items() if name not in watching}
 
     def schedule(self) -> "Schedule":
         """Return what the fields that were left open come to."""
         steps = self.tokens // self.batch_size
         short = max(1, steps // 20)
         warmup = self.warmup_steps if self.warmup_steps is not None else min(1000, short)
-        start = self.threshold_start if self.threshold_start is not None else min(1000, short)
+        start = self.threshold_start if self.threshold_start is not None else min(1000, short, steps - 1)
         beta = self.threshold_beta if self.threshold_beta is not None else 1 - 1 / min(1000, short)
         dead = self.dead_after_tokens or min(10_000_000, max(self.batch_size, self.tokens // 10))
         return Schedule(steps, warmup, steps - round(steps * self.decay_fraction), start, beta, dead)
@@ -93,3 +120,9 @@ class Schedule(NamedTuple):
         if step < self.decay_start:
             return rise
         return rise * (self.steps - step) / (self.steps - self.decay_start)
+
+
+def _require_whole(name: str, value: object, low: int) -> None:
+    """Raise unless a field is a whole number that is large enough, or left open."""
+    if value is not None and (type(value) is not int or value < low):
+        raise ConfigError(f"{name} = {value!r} must be a whole number of at least {low}.")

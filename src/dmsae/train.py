@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,19 +25,19 @@ import torch
 from torch import Tensor
 
 from dmsae.activations import ActivationStream, Cursor
-from dmsae.checkpoint import load_checkpoint, save_checkpoint
+from dmsae.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
 from dmsae.config import to_dict
-from dmsae.errors import CheckpointError, ConfigError, TrainingError
-from dmsae.files import write_json
+from dmsae.errors import CheckpointError, ConfigError, DmsaeError, TrainingError
+from dmsae.files import canonical_hash, write_json
 from dmsae.learner import Learner, Member, State
-from dmsae.metrics import MetricsLog
+from dmsae.metrics import MetricsLog, require_sinks
 from dmsae.objective import BatchResult
 from dmsae.progress import console, progress
 from dmsae.run import claimed
 from dmsae.sae import save_sae
 from dmsae.schedule import TrainConfig
 
-_CHECKPOINT, _STATUS = "checkpoint.safetensors", "status.json"
+CHECKPOINT, STATUS = "checkpoint.safetensors", "status.json"
 _INFERENCE_TOKENS = 256
 """Tokens of a logged batch on which the SAE is also tried as it will be used, with thresholds."""
 
@@ -48,7 +49,9 @@ class Outcome(NamedTuple):
     directory: Path
     state: State
     step: int
+    """Steps taken."""
     cause: str
+    """Why it did not finish, empty when it did."""
     metrics: dict[str, Any]
     """The last line of its metrics."""
 
@@ -67,11 +70,10 @@ class Trainer:
         _check(members, config, stream)
         self._members, self._config, self._stream, self._directory = members, config, stream, directory
         self._schedule = config.schedule()
-        # How often to look is no part of what a run is: it may differ when the run is taken up again.
-        watching = ("log_every", "log_to", "checkpoint_seconds")
         self._settings = {
+            "kind": "train",
             "made_from": made_from,
-            "train": {name: value for name, value in to_dict(config).items() if name not in watching},
+            "train": config.lasting(),
             "schedule": self._schedule._asdict(),
             "saes": {member.name: to_dict(member.sae) | {"core_sha256": _core_hash(member)} for member in members},
         }
@@ -84,14 +86,14 @@ class Trainer:
         """Train to the end, from the beginning or from the last checkpoint, and return how each SAE fared."""
         with claimed(self._directory, self._settings):
             if not self._is_finished():
-                self._begin()
                 try:
+                    self._begin()
                     self._loop()
                 finally:
                     for log in self._logs.values():
                         log.close()
                 self._finish()
-            (self._directory / _CHECKPOINT).unlink(missing_ok=True)
+            remove_checkpoint(self._directory / CHECKPOINT)
             return _judged([read_outcome(self._where(member.name)) for member in self._members])
 
     def _loop(self) -> None:
@@ -101,17 +103,17 @@ class Trainer:
         with progress("train", steps, "steps") as bar, _stop_signals() as stop:
             bar.skip(self._step)
             while self._step < steps and (active := [one for one in self._learners if one.state is State.TRAINING]):
-                x_BD = next(self._stream).div_(self._scale)
-                variance = _variance(x_BD, self._step)
+                x_BD, variance = self._next_batch()
                 results = [(learner, learner.advance(self._step, x_BD, variance)) for learner in active]
                 self._step += 1
                 now = time.monotonic()
-                if self._step % self._config.log_every == 0 or self._step == steps:
-                    rate = (self._step - logged_step) * batch / max(now - logged_at, 1e-9)
+                due = self._step % self._config.log_every == 0 or self._step == steps
+                rate = (self._step - logged_step) * batch / max(now - logged_at, 1e-9)
+                for learner, result in results:
+                    if learner.state is State.COLLAPSED or (due and learner.state is State.TRAINING):
+                        self._log(learner, result, x_BD, variance, rate)
+                if due:
                     logged_at, logged_step = now, self._step
-                    for learner, result in results:
-                        if learner.state is not State.DIVERGED:
-                            self._log(learner, result, x_BD, variance, rate)
                 bar.advance(1, _note(results, variance))
                 self._note_endings(active)
                 if stop or now - saved_at >= self._config.checkpoint_seconds:
@@ -120,54 +122,67 @@ class Trainer:
                 if stop:
                     raise KeyboardInterrupt
 
+    def _next_batch(self) -> tuple[Tensor, float]:
+        """Return a batch on the training scale and its variance; if it cannot be used, save all that came before."""
+        cursor = self._stream.cursor
+        try:
+            x_BD = next(self._stream).div_(self._scale)
+            return x_BD, _variance(x_BD, self._step + 1)
+        except DmsaeError:
+            self._stream.seek(cursor)
+            self._save()
+            raise
+
     def _begin(self) -> None:
         """Set up the learners, fresh or as they were at the last checkpoint."""
-        path = self._directory / _CHECKPOINT
+        path = self._directory / CHECKPOINT
         resumed = load_checkpoint(path) if path.exists() else None
         if resumed is None:
+            self._step, cursor = 0, Cursor()
             self._scale, b_dec = _first_look(self._stream, self._config.norm_batches)
         else:
+            tensors, state = resumed
+            if state["settings"] != canonical_hash(self._settings):
+                raise CheckpointError(f"{path} belongs to another run. Restore the one of this run, or remove it.")
+            self._step, self._scale, cursor = state["step"], state["scale"], Cursor(**state["cursor"])
+            self._last = state["last"]
             b_dec = torch.zeros(self._stream.d_model, device=self._stream.device)
         self._learners = [Learner(member, self._config, self._schedule, b_dec) for member in self._members]
-        for member in self._members:
-            log = MetricsLog(self._where(member.name), member.name, self._config.log_to, self._settings)
-            self._logs[member.name] = log
-        cursor = Cursor()
         if resumed is not None:
-            tensors, state = resumed
-            self._step, self._scale, cursor = state["step"], state["scale"], Cursor(**state["cursor"])
             for learner in self._learners:
                 learner.restore(tensors, state["learners"][learner.name])
-            self._last = state["last"]
             console.print(f"Resuming at step {self._step:,} of {self._schedule.steps:,}.")
-        for name, log in self._logs.items():
-            log.rewind(resumed[1]["metrics_bytes"][name] if resumed else 0)
+        for member in self._members:
+            size = state["metrics_bytes"][member.name] if resumed else 0
+            self._logs[member.name] = MetricsLog(
+                self._where(member.name), member.name, self._config.log_to, self._settings, self._step, size
+            )
         self._stream.seek(cursor)
 
     def _save(self) -> None:
         tensors = {name: tensor for learner in self._learners for name, tensor in learner.tensors().items()}
         state = {
+            "settings": canonical_hash(self._settings),
             "step": self._step,
             "scale": self._scale,
             "cursor": to_dict(self._stream.cursor),
             "learners": {learner.name: learner.facts() for learner in self._learners},
-            "metrics_bytes": {name: log.size_bytes for name, log in self._logs.items()},
+            "metrics_bytes": {name: log.mark() for name, log in self._logs.items()},
             "last": self._last,
         }
-        save_checkpoint(self._directory / _CHECKPOINT, tensors, state)
+        save_checkpoint(self._directory / CHECKPOINT, tensors, state)
 
     def _finish(self) -> None:
         """Save every SAE in raw space, then how it fared."""
         for learner in self._learners:
-            if learner.state is State.TRAINING:
-                learner.end(State.FINISHED, self._step)
+            learner.finish()
             save_sae(learner.folded(self._scale), self._where(learner.name))
             status = {"state": learner.state, "step": learner.ended_at, "cause": learner.cause}
             status |= {"scale": self._scale, "metrics": self._last.get(learner.name, {})}
-            write_json(self._where(learner.name) / _STATUS, status)
+            write_json(self._where(learner.name) / STATUS, status)
 
     def _is_finished(self) -> bool:
-        return all((self._where(member.name) / _STATUS).is_file() for member in self._members)
+        return all((self._where(member.name) / STATUS).is_file() for member in self._members)
 
     def _log(self, learner: Learner, result: BatchResult, x_BD: Tensor, variance: float, rate: float) -> None:
         metrics = {
@@ -191,7 +206,9 @@ class Trainer:
     def _note_endings(self, learners: list[Learner]) -> None:
         for learner in learners:
             if learner.state is not State.TRAINING:
-                console.print(f"[yellow]{learner.name} {learner.state} at step {learner.ended_at}[/]: {learner.cause}")
+                console.print(
+                    f"[yellow]{learner.name} {learner.state} after step {learner.ended_at}[/]: {learner.cause}"
+                )
 
     def _where(self, name: str) -> Path:
         return self._directory / name
@@ -199,7 +216,7 @@ class Trainer:
 
 def read_outcome(directory: Path) -> Outcome:
     """Return how the training of the SAE in a directory ended."""
-    path = directory / _STATUS
+    path = directory / STATUS
     try:
         status = json.loads(path.read_text(encoding="utf8"))
         state = State(status["state"])
@@ -215,7 +232,7 @@ def _judged(outcomes: list[Outcome]) -> list[Outcome]:
     first = outcomes[0]
     if all(outcome.state is State.DIVERGED for outcome in outcomes):
         raise TrainingError(
-            f"Training diverged at step {first.step}: {first.cause}. The SAE as it was before that step is saved in "
+            f"Training diverged after step {first.step}: {first.cause}. The SAE as it was after that step is saved in "
             f"{first.directory}. Try a lower lr, a longer warm-up, or a smaller k, in a new directory."
         )
     return outcomes
@@ -233,11 +250,15 @@ def geometric_median(x_BD: Tensor, n_iterations: int = 50) -> Tensor:
 def _first_look(stream: ActivationStream, n_batches: int) -> tuple[float, Tensor]:
     """Return the scale √mean‖x‖² of the first batches, and the geometric median of the first on that scale."""
     first_BD = next(stream)
-    squares = [float(first_BD.square().sum(1).mean(dtype=torch.float64))]
-    squares += [float(next(stream).square().sum(1).mean(dtype=torch.float64)) for _ in range(n_batches - 1)]
-    scale = math.sqrt(sum(squares) / n_batches)
-    if not (math.isfinite(scale) and scale > 0):
-        raise TrainingError(f"The activations' scale is {scale}: they are all zero or not finite. Check the store.")
+    total = 0.0
+    for step in range(1, n_batches + 1):
+        x_BD = first_BD if step == 1 else next(stream)
+        total += float(x_BD.square().sum(1).mean(dtype=torch.float64))
+        if not math.isfinite(total):
+            raise _not_finite(step)
+    if total == 0:
+        raise TrainingError(f"The activations of the first {n_batches} batches are all zero. Check the store.")
+    scale = math.sqrt(total / n_batches)
     return scale, geometric_median(first_BD / scale)
 
 
@@ -245,8 +266,20 @@ def _variance(x_BD: Tensor, step: int) -> float:
     """Return the batch's variance about its mean, summed over dimensions."""
     variance = float((x_BD - x_BD.mean(0)).square().sum(1).mean())
     if not math.isfinite(variance):
-        raise TrainingError(f"The batch of step {step} holds activations that are not finite. Check the store.")
+        raise _not_finite(step)
+    if variance == 0:
+        raise TrainingError(
+            f"The {len(x_BD)} activations of step {step} are all the same: there is no variance to explain. Use a "
+            "larger batch_size, or check the store."
+        )
     return variance
+
+
+def _not_finite(step: int) -> TrainingError:
+    return TrainingError(
+        f"The batch of step {step} holds activations that are not finite. Check the store; training goes on from "
+        "before that step when the same command is run again."
+    )
 
 
 def _note(results: list[tuple[Learner, BatchResult]], variance: float) -> str:
@@ -259,20 +292,42 @@ def _note(results: list[tuple[Learner, BatchResult]], variance: float) -> str:
 
 def _check(members: Sequence[Member], config: TrainConfig, stream: ActivationStream) -> None:
     names = [member.name for member in members]
-    if not names or len(set(names)) != len(names) or any("/" in name or not name for name in names):
-        raise ConfigError(f"SAEs need distinct names without '/'; got {names}.")
+    taken = ("config.json", CHECKPOINT)
+    if not names or len(set(names)) != len(names) or any(not _is_plain(name) or name in taken for name in names):
+        raise ConfigError(
+            f"Each SAE needs a name of its own, for its directory: not empty, without '/', not beginning with a dot, "
+            f"and not {' or '.join(taken)}; got {names}."
+        )
     for member in members:
         if member.sae.d_model != stream.d_model:
             raise ConfigError(
                 f"{member.name}: d_model = {member.sae.d_model}, but the activations have width {stream.d_model}."
             )
+        _check_core(member)
+    require_sinks(config.log_to)
     if stream.batch_size != config.batch_size:
         raise ConfigError(f"batch_size = {config.batch_size}, but the stream gives {stream.batch_size} at a time.")
 
 
+def _is_plain(name: str) -> bool:
+    return Path(name).name == name and not name.startswith(".")
+
+
+def _check_core(member: Member) -> None:
+    rows, config = member.core_rows, member.sae
+    expected, given = (config.n_core, config.d_model), (0, config.d_model) if rows is None else tuple(rows.shape)
+    if given != expected:
+        raise ConfigError(f"{member.name}: core_rows has shape {given}; n_core and d_model ask for {expected}.")
+    if rows is not None and not rows.isfinite().all():
+        bad = int((~rows.isfinite()).any(1).nonzero()[0])
+        raise ConfigError(f"{member.name}: core_rows is not finite in row {bad}. Check where the core came from.")
+
+
 def _core_hash(member: Member) -> str | None:
-    rows = member.core_rows
-    return None if rows is None else hashlib.sha256(rows.contiguous().numpy().tobytes()).hexdigest()
+    if member.core_rows is None:
+        return None
+    rows = member.core_rows.detach().cpu().float().contiguous()
+    return hashlib.sha256(rows.numpy().tobytes()).hexdigest()
 
 
 @contextmanager
@@ -285,12 +340,13 @@ def _stop_signals() -> Iterator[list[int]]:
         received.append(number)
         signal.signal(number, previous[number])
 
+    # In another thread signals are somebody else's business; one that is ignored was meant to be.
+    if threading.current_thread() is threading.main_thread():
+        handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
     try:
-        for number in map(int, (signal.SIGINT, signal.SIGTERM)):
-            previous[number] = signal.signal(number, note)
-    except ValueError:  # not in the main thread: signals are somebody else's business
-        previous.clear()
-    try:
+        for number in previous:
+            signal.signal(number, note)
         yield received
     finally:
         for number, handler in previous.items():

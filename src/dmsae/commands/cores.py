@@ -1,0 +1,118 @@
+"""Commands that look at cores."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from rich.markup import escape
+from rich.text import Text
+
+from dmsae.base_model import ModelConfig, load_tokenizer
+from dmsae.commands.output import number, out, plain_table
+from dmsae.core import Core, carry_over
+from dmsae.distill import Distillation, distilled_directory
+from dmsae.errors import CheckpointError, DmsaeError
+from dmsae.examples import Example, top_examples
+from dmsae.progress import console
+from dmsae.sae import load_sae
+from dmsae.store import Store, default_root, find_store
+
+Place = Annotated[Path, tyro.conf.Positional]
+
+
+def load_core(place: Path) -> Core:
+    """Return the core in a directory, or the distilled core of a distillation run."""
+    if (place / "core.json").is_file():
+        return Core.load(place)
+    if (distilled_directory(place) / "core.json").is_file():
+        return Core.load(distilled_directory(place))
+    raise CheckpointError(f"{place} holds no core, and is not the directory of a finished distillation.")
+
+
+def core_show(place: Place, top: int = 12, examples: int = 2, root: Path | None = None) -> None:
+    """Show a core: its latents by attribution, where they came from, and the text that fires them most.
+
+    Args:
+        place: A distillation run, or a directory with a core in it.
+        top: How many latents to show.
+        examples: Texts per latent; needs the run that the core came from, and its store.
+        root: Directory of stores.
+    """
+    core = load_core(place)
+    model = core.provenance.model
+    out.print(f"Core of {len(core)} latents, selected after cycle {core.cycle}", style="bold")
+    out.print(f"model  {model['name']} {model['revision']} at {model['hook']}; store {core.provenance.store}")
+    out.print("born   " + ", ".join(f"cycle {cycle}: {count}" for cycle, count in core.births().items()))
+    shown = _examples(place, core, top, examples, root) if examples else []
+    for i, (lineage, score) in enumerate(zip(core.lineage[:top], core.scores_C.tolist(), strict=False)):
+        out.print(
+            f"\n{i + 1}. attribution {score:.3g}, born in cycle {lineage.birth_cycle} as latent "
+            f"{lineage.birth_index}, selected {len(lineage.selected_in)} times"
+        )
+        for example in shown[i] if shown else []:
+            out.print(_line(example))
+
+
+def core_diff(first: Place, second: Place) -> None:
+    """Compare two cores: which latents they share, and how near the others are.
+
+    Args:
+        first: A distillation run, or a directory with a core in it.
+        second: Another one.
+    """
+    a, b = load_core(first), load_core(second)
+    if a.provenance == b.provenance:
+        kept = carry_over(b, a)
+        out.print(
+            f"Same run: of {len(a)} latents {kept.kept} were kept and {kept.dropped} dropped; {kept.new} are new."
+        )
+    rows = {row.numpy().tobytes() for row in b.encoder_CD}
+    same = sum(row.numpy().tobytes() in rows for row in a.encoder_CD)
+    out.print(f"Encoder rows identical to the bit: {same} of {len(a)} and {len(b)}.")
+    if a.encoder_CD.shape[1] == b.encoder_CD.shape[1] and len(a) and len(b):
+        unit = [torch.nn.functional.normalize(core.encoder_CD, dim=1) for core in (a, b)]
+        best = (unit[0] @ unit[1].T).max(dim=1).values
+        table = plain_table("best cosine of each latent of the first in the second", "share")
+        for bound in (0.99, 0.9, 0.7, 0.5):
+            table.add_row(f"≥ {bound}", f"{100 * float((best >= bound).float().mean()):.0f} %")
+        out.print(table)
+
+
+def show_distillation(done: Distillation) -> None:
+    """Print what persisted."""
+    last, before = done.cores[-1], done.cores[-2]
+    out.print(
+        f"Distilled core: {len(done.distilled)} latents, in both of the last cores ({len(before)} and {len(last)}).",
+        style="bold",
+    )
+    births = ", ".join(f"{count} from cycle {cycle}" for cycle, count in done.distilled.births().items())
+    out.print(f"Born: {births or 'none'}.")
+    report = done.reports[-1]
+    if report.n_frozen and report.l0_core > 0.5 * report.n_frozen:
+        out.print(
+            f"Mind: in the last cycle {report.l0_core:.0f} of its {report.n_frozen} core latents fired on the average "
+            "token. Compare such SAEs at their measured total L0, and beside a random core.",
+            style="yellow",
+        )
+
+
+def _examples(place: Path, core: Core, top: int, n_examples: int, root: Path | None) -> list[list[Example]]:
+    """Return the texts that fire the first latents, or nothing (and say why) when what is needed is not there."""
+    directory = place / f"cycle-{core.cycle}" / "sae"
+    try:
+        store = Store.open(find_store(root or default_root(), core.provenance.store))
+        sae = load_sae(directory)
+        tokenizer = load_tokenizer(ModelConfig(name=core.provenance.model["name"]))
+    except DmsaeError as error:
+        console.print(f"No example texts: {escape(str(error))}", soft_wrap=True)
+        return []
+    return top_examples(sae, core.slots_C[:top].tolist(), store, tokenizer, n_examples)
+
+
+def _line(example: Example) -> Text:
+    before, token, after = (part.replace("\n", "⏎") for part in example[1:])
+    return Text.assemble(f"   {number(example.activation, 1):>7}  {before}", (f"»{token}«", "bold"), after)
+
+
+CORE_COMMANDS = {"show": core_show, "diff": core_diff}

@@ -1,0 +1,206 @@
+"""Commands that train: one SAE, a distillation, a transfer; and the status of any of them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from dmsae.activations import ActivationStream, StoreGroups
+from dmsae.base_model import choose_device
+from dmsae.commands.cores import load_core, show_distillation
+from dmsae.commands.output import number, out, plain_table
+from dmsae.core import Core
+from dmsae.distill import CycleReport, DistillConfig, distil, distilled_directory
+from dmsae.errors import ConfigError
+from dmsae.harvest import HarvestConfig, harvest
+from dmsae.learner import Member
+from dmsae.progress import console
+from dmsae.sae import CoreMode, SAEConfig, core_first, matryoshka_prefixes
+from dmsae.schedule import TrainConfig
+from dmsae.status import stages
+from dmsae.store import Store, default_root, find_store
+from dmsae.train import Outcome, Trainer
+from dmsae.transfer import TransferConfig, require_same_model, transfer
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """Train one SAE of any kind from a store.
+
+    Matryoshka (groups of 1/32, 1/16, 1/8, 1/4 and the rest) or BatchTopK (one group), with or without a frozen core.
+    Ctrl-C saves; the same command goes on from there.
+    """
+
+    store: str
+    """Key of the store to train on, or its first letters."""
+    out: Path
+    """Directory for the results."""
+    kind: Literal["matryoshka", "batchtopk"] = "matryoshka"
+    """Nested prefixes, or one."""
+    width: int = 4096
+    """Number K of latents."""
+    k: int = 40
+    """Latents active per token (non-core ones when the core is dense)."""
+    prefixes: tuple[int, ...] = ()
+    """Cumulative prefix sizes without a core, ending in the width. Empty: what `kind` says."""
+    core: Path | None = None
+    """Freeze the encoder rows of this core (a distillation run, or a directory with a core in it)."""
+    core_mode: CoreMode = CoreMode.DENSE
+    """Whether the core fires freely or competes."""
+    center_input: bool = True
+    """Whether the encoder sees x − b_dec."""
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+    recipe: str = ""
+    """Take the settings from a recipe: one that ships with dmsae, by name, or a .toml file. Flags win."""
+    root: Path | None = None
+    """Directory of stores."""
+
+
+@dataclass(frozen=True)
+class DistillCommand:
+    """Distil a core: train, score, select, restart with only the selected encoder rows, and intersect the last two.
+
+    Harvests the activations first if they are not there. The same command run again goes on where it stopped.
+    """
+
+    out: Path
+    """Directory for the run."""
+    config: Annotated[DistillConfig, tyro.conf.arg(name="")] = field(default_factory=DistillConfig)
+    harvest: HarvestConfig = field(default_factory=HarvestConfig)
+    store: str = ""
+    """Key of an existing store. Empty: the one that the harvest settings describe."""
+    recipe: str = ""
+    """Take the settings from a recipe: one that ships with dmsae, by name, or a .toml file. Flags win."""
+    root: Path | None = None
+    """Directory of stores."""
+
+
+@dataclass(frozen=True)
+class TransferCommand:
+    """Train new SAEs from a core, at many sparsities at once, beside random cores and baselines if asked.
+
+    All of them share one stream of activations and one seed. The same command run again goes on where it stopped.
+    """
+
+    core: Path
+    """A distillation run, or a directory with a core in it."""
+    out: Path
+    """Directory for the SAEs."""
+    config: Annotated[TransferConfig, tyro.conf.arg(name="")] = field(default_factory=TransferConfig)
+    store: str = ""
+    """Key of the store to train on. Empty: the one that the core was distilled from."""
+    recipe: str = ""
+    """Take the settings from a recipe: one that ships with dmsae, by name, or a .toml file. Flags win."""
+    root: Path | None = None
+    """Directory of stores."""
+
+
+def run_train(command: TrainCommand) -> None:
+    """Train one SAE and print how it fared."""
+    store = _open_store(command.store, command.root)
+    core = load_core(command.core) if command.core else None
+    if core is not None:
+        require_same_model(core, store)
+    stream = ActivationStream(
+        StoreGroups(store, command.config.seed),
+        command.config.batch_size,
+        command.config.seed,
+        choose_device(command.config.device),
+    )
+    member = Member("sae", _sae_config(command, store, core), core.encoder_CD if core else None)
+    made_from = {"store": store.key, "model": store.model, "core": core.digest() if core else None}
+    try:
+        print_outcomes(Trainer([member], command.config, stream, command.out, made_from).run())
+    finally:
+        stream.close()
+
+
+def run_distill(command: DistillCommand) -> None:
+    """Distil, printing a line per cycle, and then what came of it."""
+    store = _open_store(command.store, command.root) if command.store else harvest(command.harvest, command.root)
+    console.print(f"Store {store.key}: {store.model['name']} at {store.model['hook']}")
+    done = distil(command.config, store, command.out, _CyclePrinter())
+    out.print()
+    show_distillation(done)
+    out.print(f"\nThe core is in {distilled_directory(command.out)}. Look at it: dmsae core show {command.out}")
+
+
+def run_transfer(command: TransferCommand) -> None:
+    """Train SAEs from a core and print how they fared."""
+    core = load_core(command.core)
+    store = _open_store(command.store or core.provenance.store, command.root)
+    outcomes = transfer(command.config, core, store, command.out)
+    out.print(f"SAEs of width {command.config.width:,} from a core of {len(core)} latents, in {command.out}:")
+    print_outcomes(outcomes)
+
+
+def run_status(run: Annotated[Path, tyro.conf.Positional]) -> None:
+    """Say what a run has done and what is next.
+
+    Args:
+        run: Directory of a training, distillation or transfer.
+    """
+    table = plain_table("stage", "state", "")
+    found = stages(run)
+    for stage in found:
+        table.add_row(*stage)
+    out.print(table)
+    left = [stage.name for stage in found if stage.state in ("waiting", "in progress")]
+    out.print(
+        f"Next: {left[0]}. The command that began this run goes on with it." if left else "Nothing is left to do."
+    )
+
+
+def print_outcomes(outcomes: list[Outcome]) -> None:
+    """Print a line per trained SAE; sparsity as trained, and as used with thresholds."""
+    table = plain_table("sae", "state", "step", "fve", "L0 core", "L0 other", "fve used", "L0 core", "L0 other", "dead")
+    for one in outcomes:
+        m = one.metrics
+        table.add_row(
+            one.name,
+            one.state,
+            f"{one.step:,}",
+            *(number(m.get(name), 3 if "fve" in name else 1) for name in _COLUMNS),
+            str(sum(m["dead_groups"][1:])) if m else "–",
+        )
+    out.print(table)
+
+
+_COLUMNS = ("fve", "l0_core", "l0_noncore", "fve_inference", "l0_core_inference", "l0_noncore_inference")
+
+
+class _CyclePrinter:
+    """Prints a header once, then a line for each cycle as it ends."""
+
+    _widths = (5, 5, 5, 5, 7, 16, 7, 8)
+
+    def __init__(self) -> None:
+        self._line("cycle", "core", "kept", "new", "dropped", "L0 of the core", "FVE", "loss")
+
+    def __call__(self, report: CycleReport) -> None:
+        share = f"{report.l0_core:.1f} of {report.n_frozen}" if report.n_frozen else "–"
+        if report.n_frozen:
+            share += f" ({100 * report.l0_core / report.n_frozen:.0f} %)"
+        core = report.core
+        counts = (str(value) for value in (report.cycle, core.size, core.kept, core.new, core.dropped))
+        self._line(*counts, share, number(report.fve), number(report.loss))
+
+    def _line(self, *cells: str) -> None:
+        out.print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, self._widths, strict=True)))
+
+
+def _open_store(key: str, root: Path | None) -> Store:
+    return Store.open(find_store(root or default_root(), key))
+
+
+def _sae_config(command: TrainCommand, store: Store, core: Core | None) -> SAEConfig:
+    if command.kind == "batchtopk" and command.prefixes:
+        raise ConfigError(f"prefixes = {command.prefixes}, but kind = batchtopk has only one.")
+    nesting = command.prefixes or (
+        (command.width,) if command.kind == "batchtopk" else matryoshka_prefixes(command.width)
+    )
+    n_core = len(core) if core else 0
+    mode = command.core_mode if core else CoreMode.DENSE
+    prefixes = core_first(nesting, n_core)
+    return SAEConfig(store.d_model, command.width, command.k, prefixes, n_core, mode, command.center_input)

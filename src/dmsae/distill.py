@@ -1,0 +1,210 @@
+"""Algorithm 1: train, score, select, restart with only the selected encoder rows; then intersect the last two cores.
+
+A run directory holds one folder per cycle (`cycle-0`, `cycle-1`, …: the SAE, its attribution, the core selected from
+it) and, at the end, `distilled` (the core C*) and `summary.json`. Every finished stage is skipped when the run is taken
+up again; a cycle in training resumes from its checkpoint.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from dmsae.activations import ActivationStream, StoreGroups
+from dmsae.attribution import Attribution, AttributionConfig, attribute
+from dmsae.base_model import choose_device
+from dmsae.config import to_dict
+from dmsae.core import CarryOver, Core, Provenance, carry_over, distilled_core, next_core
+from dmsae.errors import ConfigError, TrainingError
+from dmsae.files import sha256_of, write_json
+from dmsae.formats import load_any
+from dmsae.learner import Member, State
+from dmsae.metrics import read_metrics
+from dmsae.run import claimed
+from dmsae.sae import SAE, SAEConfig, core_first, load_sae, matryoshka_prefixes, save_sae
+from dmsae.schedule import TrainConfig
+from dmsae.seeds import derive_seed
+from dmsae.store import Store
+from dmsae.train import Trainer
+
+_SAE, _DISTILLED, _SUMMARY = "sae", "distilled", "summary.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DistillConfig:
+    """One distillation."""
+
+    width: int = 4096
+    """Dictionary width K, the same in every cycle."""
+    k: int = 40
+    """Non-core latents active per token, the same in every cycle."""
+    prefixes: tuple[int, ...] = ()
+    """Cumulative prefix sizes of cycle 0, ending in `width`. Empty: groups of 1/32, 1/16, 1/8, 1/4 and the rest."""
+    cycles: int = 4
+    """Train-and-select cycles T after cycle 0."""
+    coverage: float = 0.9
+    """Share τ of the attribution that a core has to hold."""
+    cycle0: str = ""
+    """Directory of a Matryoshka SAE to start from (dictionary_learning / SAEBench, SAELens, or one of ours). Empty:
+    train cycle 0 from nothing."""
+    center_input: bool = True
+    """Whether the encoder sees x − b_dec, as the published checkpoints do."""
+    attribution: AttributionConfig = field(default_factory=AttributionConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How each cycle trains; its seed is derived from this run's `seed` and the cycle."""
+    seed: int = 0
+    """Decides every cycle's initial weights and order of activations."""
+
+    def __post_init__(self) -> None:
+        if self.cycles < 1:
+            raise ConfigError(f"cycles = {self.cycles} must be at least 1: the distilled core needs two selections.")
+        if not 0 < self.coverage <= 1:
+            raise ConfigError(f"coverage = {self.coverage} must lie in (0, 1].")
+
+    def sae(self, d_model: int, n_core: int) -> SAEConfig:
+        """Return what the SAE of a cycle is: the core first, then the same non-core groups in every cycle."""
+        prefixes = core_first(self.prefixes or matryoshka_prefixes(self.width), n_core)
+        return SAEConfig(d_model, self.width, self.k, prefixes, n_core, center_input=self.center_input)
+
+
+class CycleReport(NamedTuple):
+    """What one cycle came to."""
+
+    cycle: int
+    core: CarryOver
+    births: dict[int, int]
+    """How many latents of the selected core each cycle contributed."""
+    n_frozen: int
+    """Size of the core that the cycle was trained with."""
+    l0_core: float
+    """Latents of that core that fire on the average token."""
+    l0_noncore: float | None
+    fve: float | None
+    loss: float | None
+
+
+class Distillation(NamedTuple):
+    """What a distillation came to."""
+
+    cores: list[Core]
+    distilled: Core
+    reports: list[CycleReport]
+    last_sae: SAE
+    """The SAE of the last cycle, which the last core was selected from."""
+
+
+def distil(
+    config: DistillConfig,
+    store: Store,
+    directory: Path,
+    report: Callable[[CycleReport], None] = lambda report: None,
+) -> Distillation:
+    """Run a distillation, or what is left of it, and return its cores; `report` hears of each cycle as it ends."""
+    config.sae(store.d_model, 0)
+    settings = {"kind": "distill", "store": store.key, "model": store.model, "distill": _lasting(config)}
+    with claimed(directory, settings):
+        cores: list[Core] = []
+        reports: list[CycleReport] = []
+        for cycle in range(config.cycles + 1):
+            here = directory / f"cycle-{cycle}"
+            previous = cores[-1] if cores else None
+            sae = _train(config, store, here, cycle, previous)
+            attribution = _score(config, store, here, sae)
+            cores.append(_select(config, store, here, sae, attribution, previous))
+            reports.append(_report(here, cores, sae, attribution))
+            report(reports[-1])
+        distilled = distilled_core(cores[-1], cores[-2])
+        distilled.save(directory / _DISTILLED)
+        summary = {"n_distilled": len(distilled), "births": distilled.births(), "cycles": [_plain(r) for r in reports]}
+        write_json(directory / _SUMMARY, summary)
+        return Distillation(cores, distilled, reports, sae)
+
+
+def distilled_directory(run: Path) -> Path:
+    """Return where a distillation run keeps its distilled core."""
+    return run / _DISTILLED
+
+
+def _train(config: DistillConfig, store: Store, here: Path, cycle: int, core: Core | None) -> SAE:
+    """Return the SAE of a cycle: imported, already there, or trained now from the core's rows alone."""
+    if cycle == 0 and config.cycle0:
+        return _import(config, store, here / _SAE)
+    member = Member(_SAE, config.sae(store.d_model, len(core) if core else 0), core.encoder_CD if core else None)
+    train = replace(config.train, seed=derive_seed(config.seed, "cycle", cycle))
+    device = choose_device(train.device)
+    stream = ActivationStream(StoreGroups(store, train.seed), train.batch_size, train.seed, device)
+    made_from = {"store": store.key, "model": store.model, "cycle": cycle, "core": core.digest() if core else None}
+    try:
+        (outcome,) = Trainer([member], train, stream, here, made_from).run()
+    finally:
+        stream.close()
+    if outcome.state is not State.FINISHED:
+        raise TrainingError(
+            f"Cycle {cycle} {outcome.state} at step {outcome.step} ({outcome.cause}), so no core can be selected from "
+            f"it. The cores of earlier cycles are in {here.parent}. Try a smaller k or a lower lr, in a new directory."
+        )
+    return load_sae(outcome.directory)
+
+
+def _import(config: DistillConfig, store: Store, here: Path) -> SAE:
+    """Return the published SAE that stands for cycle 0, copied into the run so that the run is whole."""
+    if not (here / "sae.json").is_file():
+        save_sae(load_any(Path(config.cycle0)), here)
+    sae = load_sae(here)
+    expected, found = to_dict(config.sae(store.d_model, 0)), to_dict(sae.config)
+    if wrong := [name for name in ("d_model", "width", "k", "prefixes") if expected[name] != found[name]]:
+        shown = ", ".join(f"{name} {found[name]} (this run: {expected[name]})" for name in wrong)
+        raise ConfigError(f"cycle0 = {config.cycle0} does not fit: it has {shown}. Set the run's fields to match.")
+    return sae
+
+
+def _score(config: DistillConfig, store: Store, here: Path, sae: SAE) -> Attribution:
+    if (here / "attribution.json").is_file():
+        return Attribution.load(here)
+    device = choose_device(config.train.device)
+    attribution = attribute(sae.to(device), store, config.attribution)
+    attribution.save(here)
+    return attribution
+
+
+def _select(
+    config: DistillConfig, store: Store, here: Path, sae: SAE, attribution: Attribution, previous: Core | None
+) -> Core:
+    if (here / "core.json").is_file():
+        return Core.load(here)
+    cycle = previous.cycle + 1 if previous else 0
+    provenance = Provenance.of(store, _lasting(config))
+    core = next_core(previous, sae, attribution, cycle, config.coverage, provenance)
+    core.save(here)
+    return core
+
+
+def _report(here: Path, cores: list[Core], sae: SAE, attribution: Attribution) -> CycleReport:
+    metrics = read_metrics(here / _SAE)
+    last = metrics[-1] if metrics else {}
+    n_frozen = sae.config.n_core
+    return CycleReport(
+        cycle=cores[-1].cycle,
+        core=carry_over(cores[-1], cores[-2] if len(cores) > 1 else None),
+        births=cores[-1].births(),
+        n_frozen=n_frozen,
+        l0_core=float(attribution.firing_rates_P[:n_frozen].sum()),
+        l0_noncore=last.get("l0_noncore"),
+        fve=last.get("fve"),
+        loss=last.get("loss"),
+    )
+
+
+def _plain(report: CycleReport) -> dict[str, object]:
+    return {**report._asdict(), "core": report.core._asdict()}
+
+
+def _lasting(config: DistillConfig) -> dict[str, object]:
+    """Return the settings that decide the result; how often to look and save are not among them."""
+    settings = to_dict(config)
+    settings["train"] = config.train.lasting()
+    if config.cycle0:
+        weights = sorted(path for path in Path(config.cycle0).glob("*") if path.suffix in (".pt", ".safetensors"))
+        settings["cycle0"] = [sha256_of(path) for path in weights]
+    result: dict[str, object] = settings
+    return result
