@@ -10,8 +10,10 @@ Shapes: B tokens, D model width, K dictionary width, C core latents, G prefixes,
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,14 +21,7 @@ from torch import Tensor
 
 from dmsae.errors import ConfigError
 from dmsae.sae import SAE
-from dmsae.sparse import (
-    Gradients,
-    decode_groups,
-    gradients,
-    latent_offsets,
-    select_top,
-    upstream_rows,
-)
+from dmsae.sparse import Active, Gradients, decode, gradients, latent_offsets, select_top
 
 
 class PrefixReduction(StrEnum):
@@ -112,41 +107,34 @@ def backward_(
     config = sae.config
     if x_BD.ndim != 2 or x_BD.shape[1] != config.d_model or not len(x_BD):
         raise ConfigError(f"x has shape {list(x_BD.shape)}; the SAE takes [B, {config.d_model}] with B > 0.")
-    n_tokens, n_groups, n_core = len(x_BD), len(config.prefixes), config.n_core
+    n_tokens, n_core = len(x_BD), config.n_core
     centered_BD = x_BD - sae.b_dec
     input_BD = centered_BD if config.center_input else x_BD
 
     encoders = (sae.W_enc_free,) if config.n_unmasked else (sae.W_enc_core, sae.W_enc_free)
-    active = select_top(input_BD, encoders, sae.b_enc[config.n_unmasked :], config.k * n_tokens, warm_start)
+    bias = sae.b_enc[config.n_unmasked :]
+    active = select_top(input_BD, encoders, bias, config.k * n_tokens, warm_start)
     active.latents_S.add_(config.n_unmasked)
     offsets = latent_offsets(active, config.width)
-    rows_S = upstream_rows(active, offsets, config.prefixes, n_tokens)
-    parts_GBD = decode_groups(active, rows_S, sae.W_dec, n_groups * n_tokens).view(n_groups, n_tokens, -1)
     n_fired = offsets.diff()
-
     core_BC = None
     if config.n_unmasked:
         core_BC = torch.addmm(sae.b_enc[:n_core], input_BD, sae.W_enc_core.T).relu_()
-        parts_GBD[0].addmm_(core_BC, sae.W_dec[:n_core])
         n_fired[:n_core] = (core_BC > 0).sum(0)
 
-    residual_GBD = _residuals_(parts_GBD, centered_BD)
-    errors_G = torch.linalg.vector_norm(residual_GBD, dim=(1, 2)).square_().div_(n_tokens)
-    auxiliary = _auxiliary(sae, input_BD, residual_GBD[-1], dead_K, n_fired, objective.aux_alpha)
-    weight = objective.weight(n_groups)
-    upstream_GBD = _upstream_(residual_GBD, -2 * weight / n_tokens)
+    residuals = _residuals(sae, active, offsets, core_BC, centered_BD)
+    errors_G = torch.stack([torch.linalg.vector_norm(residual) for residual in residuals]).square_()
+    errors_G /= n_tokens
+    auxiliary = _auxiliary(sae, input_BD, residuals[-1], dead_K, n_fired, objective.aux_alpha)
+    weight = objective.weight(len(residuals))
+    upstreams = _upstreams_(residuals, -2 * weight / n_tokens)
 
     norms: list[Tensor] = []
-    if core_BC is not None:
-        norms += _write_(sae, _core_gradients(core_BC, upstream_GBD[0], sae.W_dec[:n_core]))
-    table = upstream_GBD.view(n_groups * n_tokens, -1)
-    frozen, free = range(config.n_unmasked, n_core), range(n_core, config.width)
-    for latents, inputs in ((frozen, None), (free, input_BD)):
-        for part in gradients(active, offsets, rows_S, table, inputs, sae.W_dec, latents):
-            norms += _write_(sae, part)
+    for part in _gradients(sae, active, offsets, core_BC, input_BD, upstreams):
+        norms += _write_(sae, part)
     if auxiliary is not None:
         norms += _write_(sae, auxiliary.gradients)
-    norms += _write_biases_(sae, upstream_GBD[0])
+    norms += _write_biases_(sae, upstreams[0])
 
     aux_loss = auxiliary.loss if auxiliary is not None else 0.0
     noncore = active.values_S[int(offsets[n_core]) :]
@@ -178,20 +166,45 @@ def adam(sae: SAE, lr: float, betas: tuple[float, float] = (0.9, 0.999)) -> torc
     return torch.optim.Adam(sae.parameters(), lr=lr, betas=betas, fused=True)
 
 
-def _residuals_(parts_GBD: Tensor, target_BD: Tensor) -> Tensor:
-    """Turn what each group adds into the residual of each prefix, in place."""
-    torch.sub(target_BD, parts_GBD[0], out=parts_GBD[0])
-    for group in range(1, len(parts_GBD)):
-        torch.sub(parts_GBD[group - 1], parts_GBD[group], out=parts_GBD[group])
-    return parts_GBD
+def _residuals(sae: SAE, active: Active, offsets: Tensor, core_BC: Tensor | None, target_BD: Tensor) -> list[Tensor]:
+    """Return x − x̂_m for every prefix m; `target_BD` is x − b_dec."""
+    residuals: list[Tensor] = []
+    bounds = offsets[[0, *sae.config.prefixes]].tolist()
+    for low, high in pairwise(bounds):
+        part_BD = decode(active, slice(low, high), sae.W_dec, len(target_BD))
+        if core_BC is not None and not residuals:
+            part_BD.addmm_(core_BC, sae.W_dec[: sae.config.n_core])
+        target_BD = torch.sub(target_BD, part_BD, out=part_BD)
+        residuals.append(target_BD)
+    return residuals
 
 
-def _upstream_(residual_GBD: Tensor, factor: float) -> Tensor:
-    """Turn residuals into the loss's gradient by what each group adds: a sum over the prefixes that hold it."""
-    residual_GBD[-1].mul_(factor)
-    for group in reversed(range(len(residual_GBD) - 1)):
-        torch.add(residual_GBD[group + 1], residual_GBD[group], alpha=factor, out=residual_GBD[group])
-    return residual_GBD
+def _upstreams_(residuals: list[Tensor], factor: float) -> list[Tensor]:
+    """Turn residuals, in place, into the loss's gradient with respect to what each group adds.
+
+    A latent of group g takes part in prefixes g, g + 1, …, so it sees the sum of their residuals.
+    """
+    residuals[-1].mul_(factor)
+    for later, residual in pairwise(reversed(residuals)):
+        torch.add(later, residual, alpha=factor, out=residual)
+    return residuals
+
+
+def _gradients(
+    sae: SAE,
+    active: Active,
+    offsets: Tensor,
+    core_BC: Tensor | None,
+    input_BD: Tensor,
+    upstreams: list[Tensor],
+) -> Iterator[Gradients]:
+    """Yield the gradients of all latents."""
+    n_core, n_unmasked = sae.config.n_core, sae.config.n_unmasked
+    if core_BC is not None:
+        yield _core_gradients(core_BC, upstreams[0], sae.W_dec[:n_core])
+    yield from gradients(active, offsets, range(n_unmasked, n_core), upstreams[0], None, sae.W_dec)
+    for (first, stop), upstream_BD in zip(pairwise((n_core, *sae.config.prefixes)), upstreams, strict=True):
+        yield from gradients(active, offsets, range(first, stop), upstream_BD, input_BD, sae.W_dec)
 
 
 def _core_gradients(core_BC: Tensor, upstream_BD: Tensor, W_dec_CD: Tensor) -> Gradients:

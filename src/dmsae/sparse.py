@@ -1,11 +1,10 @@
 """Exact sparse linear algebra for BatchTopK: select, decode, and the gradients of both.
 
 Of B·K pre-activations only k·B survive, so everything but the encoder product runs over the survivors. They are held
-latent by latent (`Active`). Each product is one `embedding_bag`: a bag per token and prefix group to decode, a bag per
-latent for the gradients. A latent of group g takes part in the reconstructions of prefixes g, g+1, …, so all its
-gradients come from one table of upstream gradients, summed over those prefixes beforehand.
+latent by latent (`Active`). Each product is one `embedding_bag`: a bag per token to decode, a bag per latent for the
+gradients.
 
-Shapes: B tokens, D model width, K dictionary width, G prefixes, S survivors.
+Shapes: B tokens, D model width, K dictionary width, S survivors, r rows of a block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,14 +57,16 @@ def select_top(
 ) -> Active:
     """Return the `n_keep` largest positive entries of `encoders @ x + bias`, or all the positive ones when fewer.
 
-    `encoders` are stacked blocks of rows. Of equal entries the first survive. `warm_start`, the smallest survivor of a
-    similar batch, saves work and never changes the result.
+    `encoders` are stacked blocks of rows. Of equal entries the first survive. `warm_start`, the smallest survivor
+    of a similar batch, saves work and never changes the result.
     """
     cut = _WARM_START * warm_start if warm_start is not None and 0 < warm_start < float("inf") else 0.0
     candidates = _scan(x_BD, encoders, bias_K, n_keep, cut)
-    if cut > 0 and not _nth_largest(candidates.values_S, n_keep) > cut:
+    threshold = _nth_largest(candidates.values_S, n_keep)
+    if cut > 0 and not threshold > cut:
         candidates = _scan(x_BD, encoders, bias_K, n_keep, 0.0)
-    return _keep_largest(candidates, n_keep)
+        threshold = _nth_largest(candidates.values_S, n_keep)
+    return _keep_largest(candidates, threshold, n_keep)
 
 
 def _scan(x_BD: Tensor, encoders: Sequence[Tensor], bias_K: Tensor, n_keep: int, cut: float) -> Active:
@@ -106,7 +107,8 @@ def _entries_above(pre_rB: Tensor, bias_r: Tensor, cut: float, first: int) -> Ac
         slack = 8 * torch.finfo(pre_rB.dtype).eps
         floor = floor + cut - slack * (bias_r.abs() + cut)
     # Survivors are rare, so eight flags are tested at once and only the words with one set are looked into.
-    flags = torch.zeros(-(-pre_rB.numel() // 8) * 8, dtype=torch.bool, device=pre_rB.device)
+    flags = torch.empty(-(-pre_rB.numel() // 8) * 8, dtype=torch.bool, device=pre_rB.device)
+    flags[pre_rB.numel() :] = False
     torch.gt(pre_rB, floor[:, None], out=flags[: pre_rB.numel()].view_as(pre_rB))
     words = flags.view(torch.int64).nonzero().squeeze(1)
     bits = flags.view(-1, 8).index_select(0, words).view(-1).nonzero().squeeze(1)
@@ -117,9 +119,9 @@ def _entries_above(pre_rB: Tensor, bias_r: Tensor, cut: float, first: int) -> Ac
     return Active(rows.add_(first).int(), tokens, values)
 
 
-def _keep_largest(candidates: Active, n_keep: int) -> Active:
+def _keep_largest(candidates: Active, threshold: float, n_keep: int) -> Active:
+    """Return the candidates above the `n_keep`-th largest, and of those equal to it the first, `n_keep` in all."""
     values = candidates.values_S
-    threshold = _nth_largest(values, n_keep)
     if threshold <= 0:
         return _take(candidates, values > 0)
     keep = values >= threshold
@@ -151,61 +153,45 @@ def latent_offsets(active: Active, width: int) -> Tensor:
     return torch.searchsorted(active.latents_S, latents, out_int32=True)
 
 
-def upstream_rows(active: Active, offsets: Tensor, prefixes: Sequence[int], n_tokens: int) -> Tensor:
-    """Return, for each survivor, its row group · B + token in a [G · B, D] table."""
-    rows = active.tokens_S.clone()
-    bounds = offsets[list(prefixes)].tolist()
-    for group, (low, high) in enumerate(pairwise(bounds), start=1):
-        rows[low:high] += group * n_tokens
-    return rows
-
-
-def decode_groups(active: Active, rows_S: Tensor, W_dec: Tensor, n_rows: int) -> Tensor:
-    """Return what the latents of each group add to the reconstruction of each token, [G · B, D]."""
-    ordered, order = torch.sort(rows_S, stable=True)
-    bags = torch.arange(n_rows + 1, dtype=torch.int32, device=rows_S.device)
-    return embedding_bag(
-        active.latents_S.index_select(0, order),
+def decode(active: Active, survivors: slice, W_dec: Tensor, n_tokens: int) -> Tensor:
+    """Return what a range of survivors adds to the reconstruction of each token, [B, D]."""
+    tokens, order = torch.sort(active.tokens_S[survivors], stable=True)
+    starts = torch.arange(n_tokens + 1, dtype=torch.int32, device=tokens.device)
+    return _bags(
+        active.latents_S[survivors].index_select(0, order),
         W_dec,
-        torch.searchsorted(ordered, bags, out_int32=True),
-        mode="sum",
-        per_sample_weights=active.values_S.index_select(0, order),
-        include_last_offset=True,
+        torch.searchsorted(tokens, starts, out_int32=True),
+        active.values_S[survivors].index_select(0, order),
     )
 
 
 def gradients(
-    active: Active,
-    offsets: Tensor,
-    rows_S: Tensor,
-    upstream: Tensor,
-    x_BD: Tensor | None,
-    W_dec: Tensor,
-    latents: range,
+    active: Active, offsets: Tensor, latents: range, upstream_BD: Tensor, x_BD: Tensor | None, W_dec: Tensor
 ) -> Iterator[Gradients]:
-    """Yield the gradients of the latents in a range, block by block.
+    """Yield the gradients of a range of latents, block by block.
 
-    `upstream` is the [G · B, D] table whose row g · B + b holds the gradient of the loss with respect to what group g
-    adds to the reconstruction of token b. Without `x_BD` the encoder's gradient is left out.
+    `upstream_BD` is the gradient of the loss with respect to what these latents add to the reconstructions. Without
+    `x_BD` the encoder's gradient is left out.
     """
     starts = range(latents.start, latents.stop, _GRADIENT_ROWS)
     bounds = offsets[[*starts, latents.stop]].tolist()
     for start, (low, high) in zip(starts, pairwise(bounds), strict=True):
         stop = min(start + _GRADIENT_ROWS, latents.stop)
-        bags = offsets[start : stop + 1] - low
+        bags, tokens = offsets[start : stop + 1] - low, active.tokens_S[low:high]
         f = active.values_S[low:high].detach().requires_grad_()
         with torch.enable_grad():
-            decoder = _bags(rows_S[low:high], upstream, bags, f)
+            decoder = _bags(tokens, upstream_BD, bags, f)
         # A bag's derivative by its weights is the activation gradient: ⟨decoder row, upstream row⟩ per survivor.
         (df,) = torch.autograd.grad(decoder, f, W_dec[start:stop])
         yield Gradients(
             rows=slice(start, stop),
             decoder=decoder.detach(),
             parallel=torch.segment_reduce(f.detach() * df, "sum", offsets=bags),
-            encoder=None if x_BD is None else _bags(active.tokens_S[low:high], x_BD, bags, df),
+            encoder=None if x_BD is None else _bags(tokens, x_BD, bags, df),
             bias=torch.segment_reduce(df, "sum", offsets=bags),
         )
 
 
 def _bags(rows: Tensor, table: Tensor, bags: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of table rows of each bag; bag i is entries bags[i] … bags[i + 1] − 1."""
     return embedding_bag(rows, table, bags, mode="sum", per_sample_weights=weights, include_last_offset=True)
