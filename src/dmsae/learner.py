@@ -36,6 +36,10 @@ class State(StrEnum):
     DIVERGED = "diverged"
 
 
+_FACTS = ("threshold", "warm_start", "has_learned", "low_steps", "state", "ended_at", "cause")
+"""What a learner remembers besides tensors."""
+
+
 class Learner:
     """One SAE in training, with all of its state."""
 
@@ -48,7 +52,7 @@ class Learner:
         self.idle_tokens_K = torch.zeros(member.sae.width, dtype=torch.int64, device=b_dec.device)
         self.threshold: float | None = None
         self.warm_start: float | None = None
-        self.low_steps = 0
+        self.has_learned, self.low_steps = False, 0
         self.state, self.ended_at, self.cause = State.TRAINING, 0, ""
 
     @property
@@ -60,7 +64,7 @@ class Learner:
         """Take one step, unless its numbers are no longer numbers: then the weights stay as they were."""
         result = backward_(self.sae, x_BD, self._config.objective, self.dead_K, self.warm_start)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            self.end(State.DIVERGED, step, f"loss {result.loss}, gradient norm {result.grad_norm}")
+            self._end(State.DIVERGED, step, f"loss {result.loss}, gradient norm {result.grad_norm}")
             return result
         self.optimiser.param_groups[0]["lr"] = self._config.lr * self._schedule.lr_factor(step)
         step_(self.sae, self.optimiser, result.grad_norm, self._config.max_grad_norm)
@@ -70,12 +74,15 @@ class Learner:
         if step >= self._schedule.threshold_start and result.threshold > 0:
             beta = self._schedule.threshold_beta if self.threshold is not None else 0.0
             self.threshold = beta * (self.threshold or 0.0) + (1 - beta) * result.threshold
-        self._watch(step, 1 - float(result.prefix_errors[-1]) / variance)
+        self._watch(step + 1, 1 - float(result.prefix_errors[-1]) / variance)
         return result
 
-    def end(self, state: State, step: int, cause: str = "") -> None:
-        """Stop training this SAE, for a reason."""
-        self.state, self.ended_at, self.cause = state, step, cause
+    def finish(self) -> None:
+        """Say how the training ended, if nothing else has ended it before."""
+        if self.state is State.TRAINING and self.low_steps > self._patience:
+            self._collapse(self._schedule.steps)
+        elif self.state is State.TRAINING:
+            self._end(State.FINISHED, self._schedule.steps)
 
     def folded(self, scale: float) -> SAE:
         """Return a copy of the SAE as it is used: on raw activations, with its thresholds."""
@@ -116,8 +123,7 @@ class Learner:
 
     def facts(self) -> dict[str, Any]:
         """Return the rest of a checkpoint."""
-        names = ("threshold", "warm_start", "low_steps", "state", "ended_at", "cause")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _FACTS}
 
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Become what `tensors` and `facts` describe."""
@@ -132,18 +138,33 @@ class Learner:
             prefix = f"adam/{name}/"
             moments = {key.removeprefix(prefix): value for key, value in mine.items() if key.startswith(prefix)}
             if moments:
+                # A copy: what was loaded may be a view of the file. The step counts too live on the device (fused).
                 self.optimiser.state[parameter] = {
-                    key: value.clone() if key == "step" else value.to(parameter.device)
-                    for key, value in moments.items()
+                    key: value.to(parameter.device, copy=True) for key, value in moments.items()
                 }
-        for name, value in facts.items():
-            setattr(self, name, State(value) if name == "state" else value)
+        for name in _FACTS:
+            setattr(self, name, State(facts[name]) if name == "state" else facts[name])
 
-    def _watch(self, step: int, fve: float) -> None:
-        """Notice a collapse: hardly any variance explained, for long, after the warm-up."""
-        self.low_steps = self.low_steps + 1 if fve < self._config.collapse_fve else 0
-        patience = max(20, self._schedule.steps // 50)
-        if step >= self._schedule.warmup_steps and self.low_steps > patience:
-            self.end(
-                State.COLLAPSED, step, f"explained variance below {self._config.collapse_fve} for {patience} steps"
-            )
+    @property
+    def _patience(self) -> int:
+        """Steps without explained variance that are taken for a collapse."""
+        return max(20, self._schedule.steps // 50)
+
+    def _watch(self, n_steps: int, fve: float) -> None:
+        """Notice a collapse: hardly any variance explained, for long, after there had been some.
+
+        Before there has been some the SAE may still be finding its feet: it is judged at the end.
+        """
+        low = fve < self._config.collapse_fve
+        self.has_learned = self.has_learned or not low
+        self.low_steps = self.low_steps + 1 if low else 0
+        if self.has_learned and self.low_steps > self._patience:
+            self._collapse(n_steps)
+
+    def _collapse(self, n_steps: int) -> None:
+        low = self._config.collapse_fve
+        self._end(State.COLLAPSED, n_steps, f"explained variance below {low} for {self.low_steps} steps")
+
+    def _end(self, state: State, n_steps: int, cause: str = "") -> None:
+        """Stop training this SAE after so many steps, for a reason."""
+        self.state, self.ended_at, self.cause = state, n_steps, cause

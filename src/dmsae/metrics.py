@@ -14,34 +14,42 @@ from dmsae.errors import ConfigError
 
 Sink = Literal["tensorboard", "wandb"]
 _METRICS, _TIMING = "metrics.jsonl", "timing.jsonl"
+_MODULES: dict[Sink, str] = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 class MetricsLog:
-    """The metrics of one SAE in training."""
+    """The metrics of one SAE in training, from the beginning or from a checkpoint on."""
 
-    def __init__(self, directory: Path, name: str, sinks: tuple[Sink, ...], settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        sinks: tuple[Sink, ...],
+        settings: dict[str, Any],
+        step: int = 0,
+        size_bytes: int = 0,
+    ) -> None:
+        """Forget what was written after `step`, when the file had `size_bytes`; W&B gets a new run for the rest."""
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._tensorboard: Any = None
         self._wandb: Any = None
+        path = directory / _METRICS
+        path.touch()
+        os.truncate(path, min(size_bytes, path.stat().st_size))
         if "tensorboard" in sinks:
-            writer = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter
-            self._tensorboard = writer(os.fspath(directory / "tensorboard"))
+            writer = _import("tensorboard").SummaryWriter
+            self._tensorboard = writer(os.fspath(directory / "tensorboard"), purge_step=step + 1)
         if "wandb" in sinks:
-            self._wandb = _import("wandb", "wandb").init(
+            self._wandb = _import("wandb").init(
                 project="dmsae", name=name, dir=os.fspath(directory), config=settings, reinit="create_new"
             )
 
-    @property
-    def size_bytes(self) -> int:
-        """How much has been written: what a checkpoint has to remember."""
-        path = self._directory / _METRICS
-        return path.stat().st_size if path.exists() else 0
-
-    def rewind(self, size_bytes: int) -> None:
-        """Forget what was written after a checkpoint."""
-        if self.size_bytes > size_bytes:
-            os.truncate(self._directory / _METRICS, size_bytes)
+    def mark(self) -> int:
+        """Bring what was written to the disk, and return its size: what a checkpoint has to remember."""
+        with (self._directory / _METRICS).open("rb") as file:
+            os.fsync(file.fileno())
+            return os.fstat(file.fileno()).st_size
 
     def write(self, metrics: dict[str, Any], tokens_per_second: float) -> None:
         """Note the state of one step."""
@@ -60,6 +68,12 @@ class MetricsLog:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def require_sinks(sinks: tuple[Sink, ...]) -> None:
+    """Raise unless all of them are installed."""
+    for sink in sinks:
+        _import(sink)
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
@@ -85,10 +99,8 @@ def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
     return flat
 
 
-def _import(module: str, extra: str) -> Any:
+def _import(sink: Sink) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(_MODULES[sink])
     except ImportError as error:
-        raise ConfigError(
-            f"log_to names {extra!r}, which is not installed. Run: pip install 'dmsae[{extra}]'"
-        ) from error
+        raise ConfigError(f"log_to names {sink!r}, which is not installed. Run: pip install 'dmsae[{sink}]'") from error

@@ -14,6 +14,8 @@ from dmsae.errors import CheckpointError, ConfigError
 from dmsae.files import exclusive_lock, write_json
 
 _SETTINGS, _LOCK = "config.json", ".lock"
+_OURS = (_LOCK, f"{_SETTINGS}.tmp")
+"""What a run leaves that was killed before it had begun."""
 
 
 @contextmanager
@@ -21,11 +23,12 @@ def claimed(directory: Path, settings: dict[str, Any]) -> Iterator[None]:
     """Hold a directory for the work that `settings` describe, as long as the block runs."""
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file; give a directory for the results.")
-    known = (directory / _SETTINGS).is_file()
-    if not known and directory.is_dir() and any(file.name != _LOCK for file in directory.iterdir()):
-        raise ConfigError(f"{directory} is not empty and holds no run. Give a new or empty directory.")
+    if not (directory / _SETTINGS).is_file() and (others := _others(directory)):
+        raise ConfigError(
+            f"{directory} is not empty and holds no run (there is {others[0]}). Give a new or empty directory."
+        )
     with exclusive_lock(directory / _LOCK, f"The run in {directory}"):
-        if known:
+        if (directory / _SETTINGS).is_file():
             _refuse_other(directory, settings)
         else:
             write_json(directory / _SETTINGS, settings)
@@ -50,6 +53,10 @@ def differences(old: Any, new: Any, name: str = "") -> list[str]:
         inner = {key: f"{name}.{key}" if name else key for key in [*old, *(key for key in new if key not in old)]}
         return [line for key, path in inner.items() for line in differences(old.get(key), new.get(key), path)]
     return [] if old == new else [f"{name}: was {json.dumps(old)}, now {json.dumps(new)}"]
+
+
+def _others(directory: Path) -> list[str]:
+    return sorted(file.name for file in directory.iterdir() if file.name not in _OURS) if directory.is_dir() else []
 
 
 def _refuse_other(directory: Path, settings: dict[str, Any]) -> None:
