@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dmsae.activations import ActivationStream, StoreGroups
+from dmsae.activations import ActivationStream, GroupSource, StoreGroups
 from dmsae.attribution import Attribution, AttributionConfig, attribute
 from dmsae.base_model import choose_device
 from dmsae.config import to_dict
@@ -98,8 +98,12 @@ def distil(
     store: Store,
     directory: Path,
     report: Callable[[CycleReport], None] = lambda report: None,
+    live: GroupSource | None = None,
 ) -> Distillation:
-    """Run a distillation, or what is left of it, and return its cores; `report` hears of each cycle as it ends."""
+    """Run a distillation, or what is left of it, and return its cores; `report` hears of each cycle as it ends.
+
+    Cycles train on the store, or on `live` activations when its training split was too large to keep.
+    """
     config.sae(store.d_model, 0)
     settings = {"kind": "distill", "store": store.key, "model": store.model, "distill": _lasting(config)}
     with claimed(directory, settings):
@@ -108,7 +112,7 @@ def distil(
         for cycle in range(config.cycles + 1):
             here = directory / f"cycle-{cycle}"
             previous = cores[-1] if cores else None
-            sae = _train(config, store, here, cycle, previous)
+            sae = _train(config, store, here, cycle, previous, live)
             attribution = _score(config, store, here, sae)
             cores.append(_select(config, store, here, sae, attribution, previous))
             reports.append(_report(here, cores, sae, attribution))
@@ -125,14 +129,17 @@ def distilled_directory(run: Path) -> Path:
     return run / _DISTILLED
 
 
-def _train(config: DistillConfig, store: Store, here: Path, cycle: int, core: Core | None) -> SAE:
+def _train(
+    config: DistillConfig, store: Store, here: Path, cycle: int, core: Core | None, live: GroupSource | None
+) -> SAE:
     """Return the SAE of a cycle: imported, already there, or trained now from the core's rows alone."""
     if cycle == 0 and config.cycle0:
         return _import(config, store, here / _SAE)
     member = Member(_SAE, config.sae(store.d_model, len(core) if core else 0), core.encoder_CD if core else None)
     train = replace(config.train, seed=derive_seed(config.seed, "cycle", cycle))
     device = choose_device(train.device)
-    stream = ActivationStream(StoreGroups(store, train.seed), train.batch_size, train.seed, device)
+    source = live or StoreGroups(store, train.seed)
+    stream = ActivationStream(source, train.batch_size, train.seed, device)
     made_from = {"store": store.key, "model": store.model, "cycle": cycle, "core": core.digest() if core else None}
     try:
         (outcome,) = Trainer([member], train, stream, here, made_from).run()

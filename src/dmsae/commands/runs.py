@@ -1,19 +1,19 @@
 """Commands that train: one SAE, a distillation, a transfer; and the status of any of them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from dmsae.activations import ActivationStream, StoreGroups
+from dmsae.activations import ActivationStream, LiveGroups, StoreGroups
 from dmsae.base_model import choose_device
 from dmsae.commands.cores import load_core, show_distillation
 from dmsae.commands.output import number, out, plain_table
 from dmsae.core import Core
 from dmsae.distill import CycleReport, DistillConfig, distil, distilled_directory
 from dmsae.errors import ConfigError
-from dmsae.harvest import HarvestConfig, harvest
+from dmsae.harvest import Harvest, HarvestConfig, harvest
 from dmsae.learner import Member
 from dmsae.progress import console
 from dmsae.sae import CoreMode, SAEConfig, core_first, matryoshka_prefixes
@@ -70,6 +70,8 @@ class DistillCommand:
     harvest: HarvestConfig = field(default_factory=HarvestConfig)
     store: str = ""
     """Key of an existing store. Empty: the one that the harvest settings describe."""
+    live: bool = False
+    """Keep no training activations on the disk: run the model anew for every cycle. For corpora that do not fit."""
     recipe: str = ""
     """Take the settings from a recipe: one that ships with dmsae, by name, or a .toml file. Flags win."""
     root: Path | None = None
@@ -118,9 +120,13 @@ def run_train(command: TrainCommand) -> None:
 
 def run_distill(command: DistillCommand) -> None:
     """Distil, printing a line per cycle, and then what came of it."""
-    store = _open_store(command.store, command.root) if command.store else harvest(command.harvest, command.root)
+    live = LiveGroups(Harvest(command.harvest, command.root)) if command.live else None
+    if command.store:
+        store = _open_store(command.store, command.root)
+    else:
+        store = harvest(replace(command.harvest, train_tokens=0) if command.live else command.harvest, command.root)
     console.print(f"Store {store.key}: {store.model['name']} at {store.model['hook']}")
-    done = distil(command.config, store, command.out, _CyclePrinter())
+    done = distil(command.config, store, command.out, _CyclePrinter(), live)
     out.print()
     show_distillation(done)
     out.print(f"\nThe core is in {distilled_directory(command.out)}. Look at it: dmsae core show {command.out}")
