@@ -13,6 +13,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt dictionary-learning einops
 	@touch $@
 
 setup: $(READY)  ## a virtual environment with pinned installs
