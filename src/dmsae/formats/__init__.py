@@ -1,0 +1,37 @@
+"""SAEs of others, read into ours: dictionary_learning / SAEBench and SAELens directories."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dmsae.errors import CheckpointError
+from dmsae.formats import dictionary_learning, saelens
+from dmsae.formats.imported import Imported
+from dmsae.sae import load_sae
+
+__all__ = ["Imported", "load_any"]
+
+
+def load_any(path: Path, k: int | None = None, prefixes: Sequence[int] | None = None) -> Imported:
+    """Return the SAE in a directory of any kind that is known, and what had to be changed in it.
+
+    `k` and `prefixes` are for checkpoints that do not say them; what a checkpoint says must not be contradicted.
+    """
+    if (path / "sae.json").is_file():
+        return Imported(load_sae(path), "dmsae", ()).agreeing(path, k, prefixes)
+    if (path / dictionary_learning.WEIGHTS_NAME).is_file():
+        return dictionary_learning.load(path, k, prefixes)
+    if (path / saelens.WEIGHTS_NAME).is_file():
+        return saelens.load(path, k, prefixes)
+    raise CheckpointError(f"{path} holds no SAE that is known. {_look_around(path)}")
+
+
+def _look_around(path: Path) -> str:
+    """Return what to do about a path that is not a checkpoint directory."""
+    if not path.exists():
+        return "There is nothing at this path."
+    if path.is_file():
+        return f"It is a file; give the directory that holds it: {path.parent}."
+    names = ("sae.json", dictionary_learning.WEIGHTS_NAME, saelens.WEIGHTS_NAME)
+    if below := sorted({file.parent for name in names for file in path.glob(f"*/{name}")}):
+        return f"Give one of the directories below it: {', '.join(str(directory) for directory in below[:12])}."
+    return f"Expected {names[0]} (ours), {names[1]} (dictionary_learning, SAEBench) or {names[2]} (SAELens) in it."

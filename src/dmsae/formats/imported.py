@@ -1,0 +1,136 @@
+"""From the tensors of a foreign checkpoint to one of our SAEs."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmsae.errors import CheckpointError, ConfigError
+from dmsae.sae import SAE, SAEConfig
+
+_NORM_TOLERANCE = 1e-4
+"""Decoder rows within this of unit norm are left alone, bit for bit."""
+
+
+class Imported(NamedTuple):
+    """An SAE from elsewhere."""
+
+    sae: SAE
+    """The SAE, in float32, for activations as the model puts them out."""
+    kind: str
+    """Where it came from: `dmsae`, `dictionary_learning` or `saelens`."""
+    notes: tuple[str, ...]
+    """What was changed or assumed, a sentence each."""
+
+    def agreeing(self, path: Path, k: int | None, prefixes: Sequence[int] | None) -> "Imported":
+        """Return this, unless it contradicts what was asked for."""
+        require_agreement(path, "k", self.sae.config.k, k)
+        require_agreement(
+            path, "prefixes", list(self.sae.config.prefixes), None if prefixes is None else list(prefixes)
+        )
+        return self
+
+
+class Weights(NamedTuple):
+    """What every format has, under whatever names."""
+
+    W_enc_KD: Tensor
+    b_enc_K: Tensor
+    W_dec_KD: Tensor
+    b_dec_D: Tensor
+    threshold_K: Tensor
+
+
+def build(
+    path: Path, kind: str, weights: Weights, k: int, prefixes: Sequence[int], center_input: bool, notes: Sequence[str]
+) -> Imported:
+    """Return an SAE without a core from foreign weights, its decoder rows brought to unit norm."""
+    weights = Weights(*(tensor.detach().float() for tensor in weights))
+    width, d_model = _require_shapes(path, weights)
+    for name, tensor in weights._asdict().items():
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{path}: {name} is not finite. The checkpoint cannot be used.")
+    try:
+        config = SAEConfig(d_model, width, k, tuple(prefixes), center_input=center_input)
+    except ConfigError as error:
+        raise CheckpointError(f"{path} does not make an SAE: {error}") from error
+    weights, changes = _with_unit_rows(weights)
+    if (weights.threshold_K < 0).any():
+        changes.append("Thresholds below 0 were set to 0: every positive activation passes, as before.")
+    sae = SAE(config)
+    with torch.no_grad():
+        sae.W_enc_free.copy_(weights.W_enc_KD)
+        sae.b_enc.copy_(weights.b_enc_K)
+        sae.W_dec.copy_(weights.W_dec_KD)
+        sae.b_dec.copy_(weights.b_dec_D)
+        sae.threshold.copy_(weights.threshold_K.clamp(min=0))
+    return Imported(sae, kind, (*notes, *changes))
+
+
+def _require_shapes(path: Path, weights: Weights) -> tuple[int, int]:
+    if weights.W_enc_KD.ndim != 2:
+        raise CheckpointError(
+            f"{path}: the encoder has shape {tuple(weights.W_enc_KD.shape)}; expected two dimensions."
+        )
+    width, d_model = weights.W_enc_KD.shape
+    expected = Weights._make(((width, d_model), (width,), (width, d_model), (d_model,), (width,)))
+    found = Weights._make(tuple(tensor.shape) for tensor in weights)
+    if found != expected:
+        raise CheckpointError(f"{path}: the shapes are {found._asdict()}; expected {expected._asdict()}.")
+    return width, d_model
+
+
+def _with_unit_rows(weights: Weights) -> tuple[Weights, list[str]]:
+    """Move the norm of each decoder row into its encoder row, bias and threshold: the reconstruction stays the same."""
+    norms_K = weights.W_dec_KD.double().norm(dim=1)
+    off = ((norms_K - 1).abs() > _NORM_TOLERANCE) & (norms_K > 0)
+    if not off.any():
+        return weights, []
+    scale_K = norms_K.where(off, 1.0)
+    note = (
+        f"{int(off.sum())} of {len(norms_K)} decoder rows had norms from {float(norms_K[off].min()):.4g} to "
+        f"{float(norms_K[off].max()):.4g}; they were scaled to 1, and encoder rows, biases and thresholds to match. "
+        "Reconstructions are the same, activations are scaled, and BatchTopK may choose others."
+    )
+    return Weights(
+        W_enc_KD=(weights.W_enc_KD * scale_K[:, None]).float(),
+        b_enc_K=(weights.b_enc_K * scale_K).float(),
+        W_dec_KD=(weights.W_dec_KD / scale_K[:, None]).float(),
+        b_dec_D=weights.b_dec_D,
+        threshold_K=(weights.threshold_K * scale_K).float(),
+    ), [note]
+
+
+def require_tensors(path: Path, tensors: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise `CheckpointError` unless all tensors are there."""
+    if missing := [name for name in names if not isinstance(tensors.get(name), Tensor)]:
+        raise CheckpointError(f"{path} lacks {', '.join(missing)}; it holds {', '.join(sorted(tensors)) or 'nothing'}.")
+
+
+def require_agreement(path: Path, name: str, said: Any, asked: Any) -> None:
+    """Raise `ConfigError` when a checkpoint says one thing and the caller another."""
+    if None not in (said, asked) and said != asked:
+        raise ConfigError(f"{name} is given as {asked}, but {path} was trained with {said}. Leave it out.")
+
+
+def require_said(path: Path, name: str, said: Any, asked: Any) -> Any:
+    """Return what a checkpoint says of itself, or else what the caller says of it."""
+    require_agreement(path, name, said, asked)
+    value = asked if said is None else said
+    if value is None:
+        raise CheckpointError(f"{path} does not say its {name}. Give {name} with it.")
+    return value
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file."""
+    try:
+        config = json.loads(path.read_text(encoding="utf8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds a {type(config).__name__}; expected a JSON object.")
+    return config
