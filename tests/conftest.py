@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import settings as hypothesis_settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dmsae import assets
 from dmsae.harvest import HarvestConfig
 from dmsae.text import TextConfig
 from dmsae.tokens import TokenConfig
+
+# A busy machine must not make a test fail: how long an example takes is never judged.
+hypothesis_settings.register_profile("dmsae", deadline=None)
+hypothesis_settings.load_profile("dmsae")
 
 WORDS = [f"w{i}" for i in range(60)]
 SPECIAL = {"<s>": 0, "</s>": 1, "<unk>": 2}
