@@ -2,6 +2,8 @@
 training loop share.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,15 @@ class Zipf:
 
 SHORT: dict[str, Any] = {"tokens": 60 * 64, "batch_size": 64, "lr": 1e-3, "norm_batches": 3, "log_every": 7}
 """Settings of a training of 60 steps that takes a fraction of a second."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep so small tensors on one thread: more would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def small_sae(**changes: Any) -> SAEConfig:

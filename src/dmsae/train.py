@@ -310,7 +310,7 @@ def _check(members: Sequence[Member], config: TrainConfig, stream: ActivationStr
 
 
 def _is_plain(name: str) -> bool:
-    return Path(name).name == name and not name.startswith(".")
+    return bool(name) and Path(name).name == name and not name.startswith(".")
 
 
 def _check_core(member: Member) -> None:
