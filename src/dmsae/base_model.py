@@ -6,7 +6,7 @@ Shapes: N contexts, L positions, D width at the hook.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,6 +232,18 @@ class BaseModel:
             (g_NLD,) = torch.autograd.grad(losses_NL.sum(), leaf)
         self._check(g_NLD)
         return LossGradient(leaf[0].detach(), g_NLD, losses_NL.detach())
+
+    @torch.no_grad()
+    def losses(self, tokens_NL: Tensor, edit: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the cross-entropy [N, L] of each position's next token, with x replaced by `edit(x)` if given."""
+        if edit is None:
+            return self._next_token_losses(tokens_NL)
+
+        def replace(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+            return _with_main(output, edit(_main(output, tokens_NL)))
+
+        with self._hook(replace):
+            return self._next_token_losses(tokens_NL)
 
     def _check(self, g_NLD: Tensor) -> None:
         if not torch.isfinite(g_NLD).all():
