@@ -26,7 +26,9 @@ from dmsae.train import CHECKPOINT
 from zipf import small_sae, trainer
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["dmsae.train"])
+SERVER.set_forkserver_preload(
+    ["dmsae.train", "torch._dynamo", "pytest"]
+)  # the second is what Adam loads when first used
 CORE = 0.3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
 
 
