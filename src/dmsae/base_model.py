@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dmsae import assets
 from dmsae.errors import GradientError, ModelError, nearest
 from dmsae.files import canonical_hash, sha256_of
+from dmsae.hub import download
 from dmsae.tokens import PAD, KeepMask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -99,22 +100,12 @@ def locate(config: ModelConfig) -> tuple[Path, str]:
             f"Unknown model {config.name!r}: no bundled model, no directory of that name, and not a Hub id "
             f"(owner/name). {nearest(config.name, bundled)}"
         )
-    return _download_from_hub(config)
+    return _download(config)
 
 
-def _download_from_hub(config: ModelConfig) -> tuple[Path, str]:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
+def _download(config: ModelConfig) -> tuple[Path, str]:
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    try:
-        path = Path(snapshot_download(config.name, revision=config.revision or None, allow_patterns=patterns))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise ModelError(
-            f"The Hub model {config.name!r} cannot be downloaded: {reason}. Check the name, the network and (for gated "
-            "models) 'hf auth login'; or give a local directory, or the bundled 'smollm2-135m'."
-        ) from error
+    path = download(config.name, patterns, ModelError, config.revision or None)
     return path, path.name
 
 

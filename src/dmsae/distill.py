@@ -16,11 +16,12 @@ from dmsae.base_model import choose_device
 from dmsae.config import to_dict
 from dmsae.core import CarryOver, Core, Provenance, carry_over, distilled_core, next_core
 from dmsae.errors import ConfigError, TrainingError
-from dmsae.files import sha256_of, write_json
-from dmsae.formats import load_any
+from dmsae.files import write_json
+from dmsae.formats import load_any, locate
 from dmsae.learner import Member, State
 from dmsae.metrics import read_metrics
-from dmsae.run import claimed
+from dmsae.progress import console
+from dmsae.run import claimed, differences
 from dmsae.sae import SAE, SAEConfig, core_first, load_sae, matryoshka_prefixes, save_sae
 from dmsae.schedule import TrainConfig
 from dmsae.seeds import derive_seed
@@ -155,14 +156,16 @@ def _train(
 
 def _import(config: DistillConfig, store: Store, here: Path) -> SAE:
     """Return the published SAE that stands for cycle 0, copied into the run so that the run is whole."""
+    expected = config.sae(store.d_model, 0)
     if not (here / "sae.json").is_file():
-        save_sae(load_any(Path(config.cycle0)), here)
-    sae = load_sae(here)
-    expected, found = to_dict(config.sae(store.d_model, 0)), to_dict(sae.config)
-    if wrong := [name for name in ("d_model", "width", "k", "prefixes") if expected[name] != found[name]]:
-        shown = ", ".join(f"{name} {found[name]} (this run: {expected[name]})" for name in wrong)
-        raise ConfigError(f"cycle0 = {config.cycle0} does not fit: it has {shown}. Set the run's fields to match.")
-    return sae
+        imported = load_any(locate(config.cycle0), expected.k, expected.prefixes)
+        for note in imported.notes:
+            console.print(f"cycle 0: {note}", markup=False)
+        if imported.sae.config != expected:
+            wrong = differences(to_dict(imported.sae.config), to_dict(expected))
+            raise ConfigError(f"cycle0 = {config.cycle0} does not fit this run ({'; '.join(wrong)}).")
+        save_sae(imported.sae, here)
+    return load_sae(here)
 
 
 def _score(config: DistillConfig, store: Store, here: Path, sae: SAE) -> Attribution:
@@ -210,8 +213,5 @@ def _lasting(config: DistillConfig) -> dict[str, object]:
     """Return the settings that decide the result; how often to look and save are not among them."""
     settings = to_dict(config)
     settings["train"] = config.train.lasting()
-    if config.cycle0:
-        weights = sorted(path for path in Path(config.cycle0).glob("*") if path.suffix in (".pt", ".safetensors"))
-        settings["cycle0"] = [sha256_of(path) for path in weights]
     result: dict[str, object] = settings
     return result

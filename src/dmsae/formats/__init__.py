@@ -3,12 +3,24 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from dmsae.errors import CheckpointError
+from dmsae.errors import CheckpointError, ConfigError
 from dmsae.formats import dictionary_learning, saelens
 from dmsae.formats.imported import Imported
+from dmsae.hub import download
 from dmsae.sae import load_sae
 
-__all__ = ["Imported", "load_any"]
+__all__ = ["Imported", "load_any", "locate"]
+
+
+def locate(source: str) -> Path:
+    """Return the directory of a checkpoint: a local path, or `hub:owner/name/folder`, downloaded."""
+    if not source.startswith("hub:"):
+        return Path(source).expanduser()
+    owner, _, rest = source.removeprefix("hub:").partition("/")
+    name, _, folder = rest.partition("/")
+    if not (owner and name):
+        raise ConfigError(f"{source!r} is not a Hub checkpoint: expected hub:owner/name or hub:owner/name/folder.")
+    return download(f"{owner}/{name}", [f"{folder}/*" if folder else "*"], CheckpointError) / folder
 
 
 def load_any(path: Path, k: int | None = None, prefixes: Sequence[int] | None = None) -> Imported:
