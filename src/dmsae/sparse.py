@@ -1,12 +1,13 @@
 """Exact sparse linear algebra for BatchTopK: select, decode, and the gradients of both.
 
 Of B·K pre-activations only k·B survive, so everything but the encoder product runs over the survivors. They are held
-latent by latent (`Active`). Each product is one `embedding_bag`: a bag per token to decode, a bag per latent for the
-gradients.
+latent by latent (`Active`). Sums of rows are `embedding_bag`s: a bag per token to decode, a bag per latent for the
+gradients; inner products of rows, one per survivor, are a `sampled_addmm`.
 
 Shapes: B tokens, D model width, K dictionary width, S survivors, r rows of a block.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,6 +27,11 @@ _WARM_START = 0.95
 
 _PRUNE_AT = 3
 """Candidates are thinned out when there are this many times as many as can survive."""
+
+with warnings.catch_warnings():
+    # The first CSR tensor of a process makes torch say that their support is in beta. Let this one be the first.
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor(torch.tensor([0]), torch.tensor([]), torch.tensor([]), (0, 0), check_invariants=False)
 
 
 class Active(NamedTuple):
@@ -177,19 +183,23 @@ def gradients(
     bounds = offsets[[*starts, latents.stop]].tolist()
     for start, (low, high) in zip(starts, pairwise(bounds), strict=True):
         stop = min(start + _GRADIENT_ROWS, latents.stop)
-        bags, tokens = offsets[start : stop + 1] - low, active.tokens_S[low:high]
-        f = active.values_S[low:high].detach().requires_grad_()
-        with torch.enable_grad():
-            decoder = _bags(tokens, upstream_BD, bags, f)
-        # A bag's derivative by its weights is the activation gradient: ⟨decoder row, upstream row⟩ per survivor.
-        (df,) = torch.autograd.grad(decoder, f, W_dec[start:stop])
+        bags, tokens, f = offsets[start : stop + 1] - low, active.tokens_S[low:high], active.values_S[low:high]
+        df = _inner_products(tokens, bags, W_dec[start:stop], upstream_BD)
         yield Gradients(
             rows=slice(start, stop),
-            decoder=decoder.detach(),
-            parallel=torch.segment_reduce(f.detach() * df, "sum", offsets=bags),
+            decoder=_bags(tokens, upstream_BD, bags, f),
+            parallel=torch.segment_reduce(f * df, "sum", offsets=bags),
             encoder=None if x_BD is None else _bags(tokens, x_BD, bags, df),
             bias=torch.segment_reduce(df, "sum", offsets=bags),
         )
+
+
+def _inner_products(tokens_S: Tensor, bags: Tensor, left_rD: Tensor, right_BD: Tensor) -> Tensor:
+    """Return ⟨left row, right row⟩ of each survivor, [S]: the activation gradient."""
+    zeros, shape = right_BD.new_zeros(len(tokens_S)), (len(left_rD), len(right_BD))
+    pattern = torch.sparse_csr_tensor(bags, tokens_S, zeros, shape, check_invariants=False)
+    products: Tensor = torch.sparse.sampled_addmm(pattern, left_rD, right_BD.T, beta=0).values()
+    return products
 
 
 def _bags(rows: Tensor, table: Tensor, bags: Tensor, weights: Tensor) -> Tensor:
