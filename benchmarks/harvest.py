@@ -130,7 +130,7 @@ def measure_harvest(options: Options, scratch: Path) -> list[Result]:
 
         def ours(split: Split = split, tokens_NL: Tensor = tokens_NL) -> None:
             shard, dropped = maker.make(split, tokens_NL, quota=int(mask(tokens_NL).sum()))
-            writer.add(shard_file(split, 0), cast(shard, config), dropped)
+            writer.add(shard_file(split, len(writer.records)), cast(shard, config), dropped)
 
         def bare(split: Split = split, batches: list[Tensor] = batches) -> None:
             for batch in batches:

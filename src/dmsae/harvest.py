@@ -226,7 +226,8 @@ class Harvest:
         """Return each split's tokens, from the store if an earlier run has put them there."""
         if any(token_file(split) not in writer.records for split in Split):
             for split, contexts in self.contexts().items():
-                writer.add(token_file(split), _stack(contexts, self.config.tokens.context_length), {})
+                if token_file(split) not in writer.records:
+                    writer.add(token_file(split), _stack(contexts, self.config.tokens.context_length), {})
         return {split: stores.read_verified(self.path, writer.records[token_file(split)])["tokens"] for split in Split}
 
     def _fill(self, writer: StoreWriter, split: Split, tokens_NL: Tensor) -> None:

@@ -84,6 +84,7 @@ class StoreWriter:
 
     def add(self, file: str, tensors: dict[str, Tensor], dropped: dict[str, int]) -> FileRecord:
         """Write one file, then note it in the journal; a crash in between only costs the file."""
+        assert file not in self.records, f"{file} is already there"
         rows = next(iter(tensors.values())).shape[0]
         data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
         write_bytes(self.path / file, data)
