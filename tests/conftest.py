@@ -1,7 +1,7 @@
 """A model, a tokenizer and a text small enough that every test can make its own store in a blink."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,15 @@ def _own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, 
     if request.node.get_closest_marker("real") is None:
         monkeypatch.setenv("DMSAE_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("DMSAE_OFFLINE", "1")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread: for tiny tensors a second one only waits, and on a busy machine waits long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

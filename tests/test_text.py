@@ -158,9 +158,7 @@ def test_split_depends_on_the_document_alone(
     found = list(Corpus(config).documents(seed))
     assert sorted(document.text for document in found) == sorted(f"document {i}" for i in ids)
     path.write_bytes(as_jsonl([f"document {i}" for i in range(41)]))
-    everything = {
-        document.text: document.heldout for document in Corpus(TextConfig(str(path), heldout_fraction=0.5)).documents(9)
-    }
+    everything = dict(Corpus(TextConfig(str(path), heldout_fraction=0.5)).documents(seed=9))
     assert all(everything[document.text] == document.heldout for document in found)
 
 
