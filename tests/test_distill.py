@@ -167,7 +167,8 @@ def start(store: Path, directory: Path) -> subprocess.Popen[str]:
     """Begin the short distillation in a process of its own; it says so when its imports are done."""
     code = (
         "import sys, torch; from pathlib import Path; torch.set_num_threads(1)\n"
-        "from test_distill import SHORT, distil, Store\n"
+        "from test_distill import SHORT, distil\n"
+        "from dmsae.store import Store\n"
         "print('ready', flush=True)\n"
         "distil(SHORT, Store.open(Path(sys.argv[1])), Path(sys.argv[2]))\n"
     )
@@ -181,27 +182,24 @@ def start(store: Path, directory: Path) -> subprocess.Popen[str]:
 
 
 def test_killed_at_random_moments_a_run_ends_as_if_never_killed(planted: Planted, tmp_path: Path) -> None:
-    begun = start(planted.store.path, tmp_path / "whole")
-    assert begun.stdout is not None
-    assert begun.stdout.readline() == "ready\n"
-    since = time.monotonic()
-    assert begun.wait() == 0
-    whole_seconds = time.monotonic() - since
+    with start(planted.store.path, tmp_path / "whole") as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        since = time.monotonic()
+        assert child.wait() == 0
+        whole_seconds = time.monotonic() - since
     choose = random.Random(0)
     kills = 0
     for _ in range(6):
-        child = start(planted.store.path, tmp_path / "killed")
-        assert child.stdout is not None
-        child.stdout.readline()
-        try:
-            child.wait(timeout=choose.uniform(0, 0.5 * whole_seconds))
-            break
-        except subprocess.TimeoutExpired:
+        with start(planted.store.path, tmp_path / "killed") as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            time.sleep(choose.uniform(0, 0.4 * whole_seconds))
+            kills += child.poll() is None
             child.send_signal(signal.SIGKILL)
-            child.wait()
-            kills += 1
-    assert kills >= 1
-    assert start(planted.store.path, tmp_path / "killed").wait() == 0
+    assert kills >= 2
+    with start(planted.store.path, tmp_path / "killed") as child:
+        assert child.wait() == 0
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
