@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dmsae import learner as learner_module
+from dmsae.errors import ConfigError
 from dmsae.learner import Learner, Member, State
 from dmsae.objective import BatchResult, Objective, backward_
 from dmsae.sae import SAE, CoreMode
@@ -243,3 +244,26 @@ def test_objective_reaches_the_step() -> None:
         learner.idle_tokens_K += 10_000
         train(learner, 1)
     assert not torch.equal(plain.sae.W_enc_free, other.sae.W_enc_free)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, r"a: core_rows has shape \(0, 32\); n_core and d_model ask for \(5, 32\)"),
+        (CORE[:3], r"a: core_rows has shape \(3, 32\); n_core and d_model ask for \(5, 32\)"),
+        (CORE[:, :31], r"a: core_rows has shape \(5, 31\)"),
+        (CORE.index_fill(0, torch.tensor(2), math.nan), "a: core_rows is not finite in row 2"),
+    ],
+)
+def test_a_core_that_does_not_fit_is_named(rows: Tensor | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Member("a", small_sae(n_core=5, prefixes=(13, 29, 48)), rows)
+
+
+def test_a_core_is_known_by_its_rows() -> None:
+    config = small_sae(n_core=5, prefixes=(13, 29, 48))
+    given = Member("a", config, CORE).core_sha256()
+    assert Member("b", config, CORE.double().requires_grad_()).core_sha256() == given
+    assert Member("a", config, CORE.T.contiguous().T).core_sha256() == given
+    assert Member("a", config, CORE.flip(0)).core_sha256() != given
+    assert Member("a", small_sae()).core_sha256() is None

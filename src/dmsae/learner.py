@@ -3,6 +3,7 @@
 Shapes: B tokens in a batch, D model width, K dictionary width.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmsae.errors import ConfigError
 from dmsae.objective import BatchResult, adam, backward_, step_
 from dmsae.sae import SAE, SAEConfig
 from dmsae.schedule import Schedule, TrainConfig
@@ -25,6 +27,22 @@ class Member:
     name: str
     sae: SAEConfig
     core_rows: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        expected = (self.sae.n_core, self.sae.d_model)
+        given = (0, self.sae.d_model) if self.core_rows is None else tuple(self.core_rows.shape)
+        if given != expected:
+            raise ConfigError(f"{self.name}: core_rows has shape {given}; n_core and d_model ask for {expected}.")
+        if self.core_rows is not None and not (finite := self.core_rows.isfinite().all(1)).all():
+            row = int((~finite).nonzero()[0])
+            raise ConfigError(f"{self.name}: core_rows is not finite in row {row}. Check where the core came from.")
+
+    def core_sha256(self) -> str | None:
+        """Return a hash of the core's rows, or None without a core."""
+        if self.core_rows is None:
+            return None
+        rows = self.core_rows.detach().cpu().float().contiguous()
+        return hashlib.sha256(rows.numpy().tobytes()).hexdigest()
 
 
 class State(StrEnum):

@@ -1,13 +1,16 @@
 """The directory of a piece of work: whose it is, what it was asked to do, and that nobody else is at it.
 
-The same command run again goes on where it stopped. A directory made with other settings is refused, with the
-difference shown, and nothing in it is touched.
+The same command run again goes on where it stopped, be it by a signal. A directory made with other settings is
+refused, with the difference shown, and nothing in it is touched.
 """
 
 import json
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from dmsae.errors import CheckpointError, ConfigError
@@ -33,6 +36,29 @@ def claimed(directory: Path, settings: dict[str, Any]) -> Iterator[None]:
         else:
             write_json(directory / _SETTINGS, settings)
         yield
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM instead of dying of them; a second one has its usual effect."""
+    received: list[int] = []
+    previous: dict[int, Any] = {}
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, previous[number])
+
+    # In another thread signals are somebody else's business; one that is ignored was meant to be.
+    if threading.current_thread() is threading.main_thread():
+        handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    try:
+        for number in previous:
+            signal.signal(number, note)
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def read_settings(directory: Path) -> dict[str, Any]:

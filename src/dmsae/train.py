@@ -9,16 +9,11 @@ saved: encoder rows live in raw space and transfer verbatim.
 Shapes: B tokens in a batch, D model width, K dictionary width, C core latents, G prefixes.
 """
 
-import hashlib
 import json
 import math
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +28,7 @@ from dmsae.learner import Learner, Member, State
 from dmsae.metrics import MetricsLog, require_sinks
 from dmsae.objective import BatchResult
 from dmsae.progress import console, progress
-from dmsae.run import claimed
+from dmsae.run import claimed, stop_signals
 from dmsae.sae import save_sae
 from dmsae.schedule import TrainConfig
 
@@ -75,7 +70,7 @@ class Trainer:
             "made_from": made_from,
             "train": config.lasting(),
             "schedule": self._schedule._asdict(),
-            "saes": {member.name: to_dict(member.sae) | {"core_sha256": _core_hash(member)} for member in members},
+            "saes": {member.name: to_dict(member.sae) | {"core_sha256": member.core_sha256()} for member in members},
         }
         self._step, self._scale = 0, 1.0
         self._learners: list[Learner] = []
@@ -100,7 +95,7 @@ class Trainer:
         steps, batch = self._schedule.steps, self._config.batch_size
         saved_at = logged_at = time.monotonic()
         logged_step = self._step
-        with progress("train", steps, "steps") as bar, _stop_signals() as stop:
+        with progress("train", steps, "steps") as bar, stop_signals() as stop:
             bar.skip(self._step)
             while self._step < steps and (active := [one for one in self._learners if one.state is State.TRAINING]):
                 x_BD, variance = self._next_batch()
@@ -303,7 +298,6 @@ def _check(members: Sequence[Member], config: TrainConfig, stream: ActivationStr
             raise ConfigError(
                 f"{member.name}: d_model = {member.sae.d_model}, but the activations have width {stream.d_model}."
             )
-        _check_core(member)
     require_sinks(config.log_to)
     if stream.batch_size != config.batch_size:
         raise ConfigError(f"batch_size = {config.batch_size}, but the stream gives {stream.batch_size} at a time.")
@@ -311,43 +305,3 @@ def _check(members: Sequence[Member], config: TrainConfig, stream: ActivationStr
 
 def _is_plain(name: str) -> bool:
     return bool(name) and Path(name).name == name and not name.startswith(".")
-
-
-def _check_core(member: Member) -> None:
-    rows, config = member.core_rows, member.sae
-    expected, given = (config.n_core, config.d_model), (0, config.d_model) if rows is None else tuple(rows.shape)
-    if given != expected:
-        raise ConfigError(f"{member.name}: core_rows has shape {given}; n_core and d_model ask for {expected}.")
-    if rows is not None and not rows.isfinite().all():
-        bad = int((~rows.isfinite()).any(1).nonzero()[0])
-        raise ConfigError(f"{member.name}: core_rows is not finite in row {bad}. Check where the core came from.")
-
-
-def _core_hash(member: Member) -> str | None:
-    if member.core_rows is None:
-        return None
-    rows = member.core_rows.detach().cpu().float().contiguous()
-    return hashlib.sha256(rows.numpy().tobytes()).hexdigest()
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM instead of dying of them; a second one has its usual effect."""
-    received: list[int] = []
-    previous: dict[int, Any] = {}
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        signal.signal(number, previous[number])
-
-    # In another thread signals are somebody else's business; one that is ignored was meant to be.
-    if threading.current_thread() is threading.main_thread():
-        handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
-    try:
-        for number in previous:
-            signal.signal(number, note)
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
