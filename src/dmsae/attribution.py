@@ -139,7 +139,8 @@ class CandidateCodes:
 
     def __init__(self, sae: SAE) -> None:
         self._sae = sae
-        self._warm_start: float | None = None
+        # A trained SAE's inference threshold is what its last batches kept at least: a good start for the first one.
+        self._warm_start: float | None = float(sae.threshold[sae.config.n_unmasked :].median())
 
     @torch.no_grad()
     def __call__(self, x_BD: Tensor) -> Tensor:
