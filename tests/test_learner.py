@@ -238,6 +238,16 @@ def test_an_sae_that_never_learned_anything_is_told_at_the_end() -> None:
     assert "for 60 steps" in learner.cause
 
 
+def test_finishing_lets_go_of_what_only_training_needs() -> None:
+    learner = make()
+    train(learner, 3)
+    before = {name: tensor.clone() for name, tensor in learner.sae.state_dict().items()}
+    learner.finish()
+    assert not learner.optimiser.state
+    assert all(parameter.grad is None for parameter in learner.sae.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.sae.state_dict().items())
+
+
 def test_objective_reaches_the_step() -> None:
     plain, other = make(), make(objective=Objective(aux_alpha=0.0))
     for learner in (plain, other):

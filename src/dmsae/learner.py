@@ -96,11 +96,13 @@ class Learner:
         return result
 
     def finish(self) -> None:
-        """Say how the training ended, if nothing else has ended it before."""
+        """Say how the training ended, if nothing else has ended it before, and make room for saving the SAE."""
         if self.state is State.TRAINING and self.low_steps > self._patience:
             self._collapse(self._schedule.steps)
         elif self.state is State.TRAINING:
             self._end(State.FINISHED, self._schedule.steps)
+        self.optimiser.state.clear()
+        self.optimiser.zero_grad()
 
     def folded(self, scale: float) -> SAE:
         """Return a copy of the SAE as it is used: on raw activations, with its thresholds."""
