@@ -18,6 +18,7 @@ FLOW = (
     "hub",
     # text → tokens → model → activations
     "assets",
+    "hub",
     "text",
     "tokens",
     "base_model",
@@ -38,6 +39,7 @@ FLOW = (
     # from trained SAEs to a core, and what is done with it
     "quantile",
     "attribution",
+    "ablation",
     "core",
     "examples",
     "ablation",
