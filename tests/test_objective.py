@@ -177,6 +177,19 @@ def test_many_blocks_give_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None
         assert_same(make_sae(config, 1), torch.randn(20, 8, dtype=torch.float64), Objective(), dead, warm)
 
 
+def test_many_dead_latents_are_rebuilt_sparsely(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SAEConfig(4, 60, 2, (10, 60), n_core=5)
+    sae, x = make_sae(config, 1), torch.randn(20, 4, dtype=torch.float64)
+    with torch.no_grad():
+        sae.b_enc[20:] -= 1.0
+    dead = torch.arange(60) >= 20
+    assert_same(sae, x, Objective(), dead, None)
+    sparse_grad = sae.W_enc_free.grad.clone()
+    monkeypatch.setattr("dmsae.objective._SPARSE_FROM", 1000)
+    assert backward_(sae, x, Objective(), dead).aux_loss > 0
+    torch.testing.assert_close(sae.W_enc_free.grad, sparse_grad)
+
+
 def test_only_gradients_change() -> None:
     sae = make_sae(SAEConfig(6, 20, 4, (8, 20), n_core=3), 0)
     before = {name: tensor.clone() for name, tensor in sae.state_dict().items()}

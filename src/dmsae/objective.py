@@ -85,9 +85,13 @@ class BatchResult(NamedTuple):
     """Norm of all gradients together."""
 
 
+_SPARSE_FROM = 8
+"""Dead latents per kept one from which sparse products beat dense ones in the auxiliary loss."""
+
+
 class _Auxiliary(NamedTuple):
     loss: float
-    gradients: Gradients
+    gradients: Iterator[Gradients]
 
 
 @torch.no_grad()
@@ -132,8 +136,8 @@ def backward_(
     norms: list[Tensor] = []
     for part in _gradients(sae, active, offsets, core_BC, input_BD, upstreams):
         norms += _write_(sae, part)
-    if auxiliary is not None:
-        norms += _write_(sae, auxiliary.gradients)
+    for part in auxiliary.gradients if auxiliary is not None else ():
+        norms += _write_(sae, part)
     norms += _write_biases_(sae, upstreams[0])
 
     aux_loss = auxiliary.loss if auxiliary is not None else 0.0
@@ -201,61 +205,63 @@ def _gradients(
     """Yield the gradients of all latents."""
     n_core, n_unmasked = sae.config.n_core, sae.config.n_unmasked
     if core_BC is not None:
-        yield _core_gradients(core_BC, upstreams[0], sae.W_dec[:n_core])
+        yield _dense_gradients(core_BC, upstreams[0], None, sae.W_dec[:n_core])
     yield from gradients(active, offsets, range(n_unmasked, n_core), upstreams[0], None, sae.W_dec)
     for (first, stop), upstream_BD in zip(pairwise((n_core, *sae.config.prefixes)), upstreams, strict=True):
         yield from gradients(active, offsets, range(first, stop), upstream_BD, input_BD, sae.W_dec)
 
 
-def _core_gradients(core_BC: Tensor, upstream_BD: Tensor, W_dec_CD: Tensor) -> Gradients:
-    df_BC = torch.mm(upstream_BD, W_dec_CD.T).mul_(core_BC > 0)
+def _dense_gradients(f_BL: Tensor, upstream_BD: Tensor, x_BD: Tensor | None, W_dec_LD: Tensor) -> Gradients:
+    """Return the gradients of a few latents that fire on many tokens."""
+    df_BL = torch.mm(upstream_BD, W_dec_LD.T).mul_(f_BL > 0)
     return Gradients(
-        rows=slice(0, core_BC.shape[1]),
-        decoder=core_BC.T @ upstream_BD,
-        parallel=(core_BC * df_BC).sum(0),
-        encoder=None,
-        bias=df_BC.sum(0),
+        rows=slice(0, len(W_dec_LD)),
+        decoder=f_BL.T @ upstream_BD,
+        parallel=(f_BL * df_BL).sum(0),
+        encoder=None if x_BD is None else df_BL.T @ x_BD,
+        bias=df_BL.sum(0),
     )
 
 
 def _auxiliary(
     sae: SAE, input_BD: Tensor, residual_BD: Tensor, dead_K: Tensor | None, n_fired: Tensor, alpha: float
 ) -> _Auxiliary | None:
-    """Rebuild the residual from each token's largest dead non-core latents; return the loss and its gradients.
-
-    Dead latents are few and each token uses many of them, so dense products over them are the cheap ones.
-    """
-    n_core, d_model = sae.config.n_core, sae.config.d_model
+    """Rebuild the residual from each token's largest dead non-core latents; return the loss and its gradients."""
+    n_core, n_kept, n_tokens = sae.config.n_core, sae.config.d_model // 2, len(input_BD)
     if dead_K is None or alpha == 0:
         return None
     dead_A = (dead_K & (n_fired == 0))[n_core:].nonzero().squeeze(1) + n_core
     if not len(dead_A):
         return None
-    encoder_AD, decoder_AD = sae.W_enc_free[dead_A - n_core], sae.W_dec[dead_A]
-    f_BA = torch.addmm(sae.b_enc[dead_A], input_BD, encoder_AD.T).relu_()
-    n_kept = d_model // 2
-    if len(dead_A) > n_kept:
-        values, indices = f_BA.topk(n_kept, sorted=False)
-        f_BA.zero_().scatter_(1, indices, values)
+    decoder_AD = sae.W_dec[dead_A]
+    f_BA = torch.addmm(sae.b_enc[dead_A], input_BD, sae.W_enc_free[dead_A - n_core].T).relu_()
+    values, indices = f_BA.topk(min(n_kept, len(dead_A)), sorted=False)
 
-    n_tokens = len(input_BD)
+    sparse = len(dead_A) > _SPARSE_FROM * n_kept
+    if sparse:
+        active = _by_latent(values, indices)
+        error_BD = residual_BD - decode(active, slice(None), decoder_AD, n_tokens)
+    else:
+        f_BA.zero_().scatter_(1, indices, values)
+        error_BD = torch.addmm(residual_BD, f_BA, decoder_AD, alpha=-1)
     variance = (residual_BD - residual_BD.mean(0)).square_().sum() / n_tokens
-    error_BD = torch.addmm(residual_BD, f_BA, decoder_AD, alpha=-1)
     loss = float(error_BD.square().sum() / n_tokens / variance)
     if not math.isfinite(loss):
         return None
     upstream_BD = error_BD.mul_(-2 * alpha / (n_tokens * variance))
-    df_BA = torch.mm(upstream_BD, decoder_AD.T).mul_(f_BA > 0)
-    return _Auxiliary(
-        loss,
-        Gradients(
-            rows=dead_A,
-            decoder=f_BA.T @ upstream_BD,
-            parallel=(f_BA * df_BA).sum(0),
-            encoder=df_BA.T @ input_BD,
-            bias=df_BA.sum(0),
-        ),
-    )
+    if sparse:
+        offsets = latent_offsets(active, len(dead_A))
+        parts = gradients(active, offsets, range(len(dead_A)), upstream_BD, input_BD, decoder_AD)
+    else:
+        parts = iter([_dense_gradients(f_BA, upstream_BD, input_BD, decoder_AD)])
+    return _Auxiliary(loss, (part._replace(rows=dead_A[part.rows]) for part in parts))
+
+
+def _by_latent(values_BS: Tensor, indices_BS: Tensor) -> Active:
+    """Return each token's positive activations, given with their latents, in the order that `Active` has."""
+    tokens, places = (values_BS > 0).nonzero(as_tuple=True)
+    latents, order = torch.sort(indices_BS[tokens, places].int(), stable=True)
+    return Active(latents, tokens[order].int(), values_BS[tokens, places][order])
 
 
 def _write_(sae: SAE, part: Gradients) -> list[Tensor]:
