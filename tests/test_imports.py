@@ -39,7 +39,6 @@ FLOW = (
     # from trained SAEs to a core, and what is done with it
     "quantile",
     "attribution",
-    "ablation",
     "core",
     "examples",
     "ablation",
