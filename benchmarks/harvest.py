@@ -1,7 +1,8 @@
 """How close harvesting and reading back come to what the model and the encoder cost by themselves.
 
-Everything runs in one process on the bundled model; the contestants take turns and medians are compared, so that a busy
-machine slows all of them alike. Prints a table and, as the last line, one JSON object.
+Everything runs in one process on the bundled model. The contestants take turns, each turn gives one ratio, and the
+median of those ratios counts: a busy machine slows neighbouring turns alike. Prints a table and, as the last line, one
+JSON object.
 """
 
 import gc
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -38,7 +39,7 @@ class Options:
 
     hook: int = 8
     """Layer of the bundled model."""
-    contexts: int = 32
+    contexts: int = 16
     """Contexts of 128 tokens per measured harvest of x."""
     gradient_contexts: int = 8
     """Contexts of 128 tokens per measured harvest of g."""
@@ -66,16 +67,25 @@ class Result:
     target: float
 
 
-def medians(rounds: int, *contestants: Callable[[], Any]) -> list[float]:
-    """Return each contestant's median seconds; they take turns, and one unmeasured turn warms up."""
-    seconds: list[list[float]] = [[] for _ in contestants]
+class Timing(NamedTuple):
+    """Median seconds of both contestants, and the median over turns of bare seconds by ours."""
+
+    ours: float
+    bare: float
+    ratio: float
+
+
+def compare(rounds: int, ours: Callable[[], Any], bare: Callable[[], Any]) -> Timing:
+    """Let both take turns, who goes first changing each time; one unmeasured turn warms up."""
+    seconds: dict[Callable[[], Any], list[float]] = {ours: [], bare: []}
     for turn in range(rounds + 1):
-        for times, contestant in zip(seconds, contestants, strict=True):
+        for contestant in (ours, bare) if turn % 2 else (bare, ours):
             start = time.perf_counter()
             contestant()
             if turn:
-                times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds]
+                seconds[contestant].append(time.perf_counter() - start)
+    ratios = [b / a for a, b in zip(seconds[ours], seconds[bare], strict=True)]
+    return Timing(statistics.median(seconds[ours]), statistics.median(seconds[bare]), statistics.median(ratios))
 
 
 def truncated(model: Any, hook: int) -> Callable[[Tensor], Tensor]:
@@ -139,10 +149,10 @@ def measure_harvest(options: Options, scratch: Path) -> list[Result]:
                 else:
                     bare_gradient(model.model, options.hook, lower, batch)
 
-        own, plain = medians(options.rounds, ours, bare)
+        timing = compare(options.rounds, ours, bare)
         n_tokens = tokens_NL.numel()
         name = "harvest x, and write it" if split is Split.TRAIN else "harvest x and g, and write them"
-        results.append(Result(name, n_tokens / own, n_tokens / plain, "tok/s", plain / own, 0.95))
+        results.append(Result(name, n_tokens / timing.ours, n_tokens / timing.bare, "tok/s", timing.ratio, 0.95))
     return results
 
 
@@ -201,10 +211,10 @@ def measure_reading(options: Options, scratch: Path, d_model: int = 576) -> tupl
     def encode() -> None:
         torch.mm(x_BD, W_DK, out=pre_BK)
 
-    epoch, product = medians(options.rounds, read, encode)
+    timing = compare(options.rounds, read, encode)
     stream.close()
     name = f"read a batch, against an encoder product of width {options.width:,}"
-    speed = Result(name, n_batches / epoch, 1 / product, "batches/s", product * n_batches / epoch, 10.0)
+    speed = Result(name, n_batches / timing.ours, 1 / timing.bare, "batches/s", timing.ratio * n_batches, 10.0)
     return [speed], {"1x": read_through(store, options), **_larger(options, scratch, d_model)}
 
 
