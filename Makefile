@@ -2,9 +2,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PEERS  := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup assets demo test check bench clean
+.PHONY: help setup assets demo test check bench bench-peers clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +35,18 @@ test: check assets  ## every check and test
 
 bench: assets  ## measured ratios: tables, and one JSON line each
 	$(BIN)/python benchmarks/harvest.py
+	$(BIN)/python benchmarks/step.py
+
+$(PEERS)/.ready: constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet torch==2.13.0
+	$(PEERS)/bin/python -m pip install --quiet torch==2.13.0 sae-lens==6.54.12
+	$(PEERS)/bin/python -m pip install --quiet --no-deps -c constraints.txt dictionary-learning einops
+	$(PEERS)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+bench-peers: $(PEERS)/.ready  ## the training step beside dictionary_learning and SAELens
+	$(PEERS)/bin/python benchmarks/peers.py
 
 clean:  ## remove the virtual environment and caches (never stores or runs)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
