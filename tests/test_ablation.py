@@ -22,7 +22,7 @@ N_POOL = 7
 
 @pytest.fixture
 def case(tiny_config: Callable[..., HarvestConfig], tmp_path: Path) -> tuple[SAE, Store, BaseModel]:
-    harvest = Harvest(tiny_config(train_tokens=0, heldout_tokens=0, pair_tokens=60), tmp_path)
+    harvest = Harvest(tiny_config(train_tokens=0, heldout_tokens=0, pair_tokens=50), tmp_path)
     store = harvest.run()
     generator = torch.Generator().manual_seed(0)
     config = SAEConfig(16, 24, 2, (N_POOL, 24), n_core=2)

@@ -148,7 +148,7 @@ def test_codes_are_the_papers_in_every_batch(config: SAEConfig, seed: int, n_tok
         torch.testing.assert_close(codes(x).T, expected, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     data=st.data(),
     n_rows=st.integers(1, 3),
