@@ -30,6 +30,7 @@ def case(tiny_config: Callable[..., HarvestConfig], tmp_path: Path) -> tuple[SAE
     return sae, store, harvest.model
 
 
+@torch.no_grad()
 def literal_changes(sae: SAE, store: Store, model: BaseModel, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Per candidate and context: the change of the loss, its linear prediction, and whether the latent fires."""
     tokens = store.tokens(Split.PAIRS)["tokens"]
