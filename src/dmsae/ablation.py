@@ -57,9 +57,8 @@ def ablate(
     require_match(sae, store)
     _require_same_model(store, model)
     how = from_dict(AttributionConfig, scored.facts["config"])
-    latents_R = scored.latents_P[scored.scores_P.sort(descending=True, stable=True).indices[: config.n_latents]].sort()[
-        0
-    ]
+    ranked = scored.scores_P.sort(descending=True, stable=True).indices
+    latents_R = scored.latents_P[ranked[: config.n_latents]].sort().values
     tokens_NL = store.tokens(Split.PAIRS)["tokens"]
     order = torch.randperm(len(tokens_NL), generator=generator(config.seed, "ablation"))
     contexts_N = order[: config.n_contexts].sort()[0]

@@ -8,13 +8,18 @@ import tyro
 from rich.markup import escape
 from rich.text import Text
 
-from dmsae.base_model import ModelConfig, load_tokenizer
+from dmsae.ablation import AblationConfig, ablate, agreement
+from dmsae.attribution import Attribution
+from dmsae.base_model import BaseModel, ModelConfig, load_tokenizer
 from dmsae.commands.output import number, out, plain_table
+from dmsae.config import from_dict
 from dmsae.core import Core, carry_over
 from dmsae.distill import Distillation, distilled_directory
 from dmsae.errors import CheckpointError, DmsaeError
 from dmsae.examples import Example, top_examples
+from dmsae.files import write_json
 from dmsae.progress import console
+from dmsae.run import read_settings
 from dmsae.sae import load_sae
 from dmsae.store import Store, default_root, find_store
 
@@ -79,6 +84,40 @@ def core_diff(first: Place, second: Place) -> None:
         out.print(table)
 
 
+def core_ablate(
+    run: Place, cycle: int | None = None, latents: int = 32, contexts: int = 24, root: Path | None = None
+) -> None:
+    """Measure latents of a distillation by ablation, and say how far that agrees with gradient × activation.
+
+    Takes each latent out of the model's activations and measures the change of the next-token loss: more direct than
+    the gradient, and far dearer. The scores and the agreement are kept beside the cycle's attribution.
+
+    Args:
+        run: Directory of a distillation.
+        cycle: Which cycle's SAE. Default: the last one.
+        latents: How many latents to ablate: those with the highest attribution. 0: all candidates.
+        contexts: How many contexts to measure them on.
+        root: Directory of stores.
+    """
+    settings = read_settings(run)
+    last = settings["distill"]["cycles"] if cycle is None else cycle
+    here = run / f"cycle-{last}"
+    scored, sae = Attribution.load(here), load_sae(here / "sae")
+    store = Store.open(find_store(root or default_root(), settings["store"]))
+    place = {name: store.model[name] for name in ("name", "revision", "hook", "dtype")}
+    model = BaseModel.load(from_dict(ModelConfig, place))
+    measured = ablate(sae, store, model, scored, AblationConfig(contexts, latents or None))
+    measured.save(here / "ablation")
+    found = agreement(scored, measured, settings["distill"]["coverage"])
+    write_json(here / "ablation" / "agreement.json", found._asdict())
+    out.print(f"Cycle {last}: {found.n_latents} latents ablated in {measured.facts['n_contexts']} contexts.")
+    out.print(f"Spearman correlation with gradient × activation: {number(found.spearman)}")
+    out.print(
+        f"At coverage {settings['distill']['coverage']} among these, gradient × activation selects {found.n_first}, "
+        f"ablation {found.n_second}, both {found.n_both} (Jaccard {found.jaccard:.2f})."
+    )
+
+
 def show_distillation(done: Distillation) -> None:
     """Print what persisted."""
     last, before = done.cores[-1], done.cores[-2]
@@ -115,4 +154,4 @@ def _line(example: Example) -> Text:
     return Text.assemble(f"   {number(example.activation, 1):>7}  {before}", (f"»{token}«", "bold"), after)
 
 
-CORE_COMMANDS = {"show": core_show, "diff": core_diff}
+CORE_COMMANDS = {"show": core_show, "diff": core_diff, "ablate": core_ablate}
