@@ -170,7 +170,7 @@ def test_nothing_fires() -> None:
 
 def test_many_blocks_give_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmsae.sparse._BLOCK_ELEMENTS", 64)
-    monkeypatch.setattr("dmsae.sparse._GRADIENT_ROWS", 7)
+    monkeypatch.setattr("dmsae.sparse._GRADIENT_ELEMENTS", 7 * 8)
     config = SAEConfig(8, 60, 4, (10, 30, 60), n_core=5, core_mode=CoreMode.SPARSE)
     dead = torch.rand(60) < 0.5
     for warm in (None, 0.5):

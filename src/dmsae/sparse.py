@@ -19,8 +19,8 @@ from torch.nn.functional import embedding_bag
 _BLOCK_ELEMENTS = 1 << 22
 """Pre-activations held at a time: few enough to stay in cache, enough rows for the product to run at full speed."""
 
-_GRADIENT_ROWS = 2048
-"""Latents whose gradients are computed at a time; again so that they are still in cache when they are read."""
+_GRADIENT_ELEMENTS = 1 << 20
+"""Gradients computed at a time; again so that they are still in cache when they are read."""
 
 _WARM_START = 0.95
 """The scan starts a little under the last threshold: a scan that starts too high has to be repeated."""
@@ -179,10 +179,11 @@ def gradients(
     `upstream_BD` is the gradient of the loss with respect to what these latents add to the reconstructions. Without
     `x_BD` the encoder's gradient is left out.
     """
-    starts = range(latents.start, latents.stop, _GRADIENT_ROWS)
+    n_rows = max(1, _GRADIENT_ELEMENTS // W_dec.shape[1])
+    starts = range(latents.start, latents.stop, n_rows)
     bounds = offsets[[*starts, latents.stop]].tolist()
     for start, (low, high) in zip(starts, pairwise(bounds), strict=True):
-        stop = min(start + _GRADIENT_ROWS, latents.stop)
+        stop = min(start + n_rows, latents.stop)
         bags, tokens, f = offsets[start : stop + 1] - low, active.tokens_S[low:high], active.values_S[low:high]
         df = _inner_products(tokens, bags, W_dec[start:stop], upstream_BD)
         yield Gradients(
