@@ -1,6 +1,5 @@
 """The SAE: what it computes, what it refuses, and that it comes back from disk as it was."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dmsae.artifact import read_artifact, write_artifact
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.objective import Objective, adam, backward_, step_
 from dmsae.sae import SAE, CoreMode, SAEConfig, core_first, load_sae, matryoshka_prefixes, save_sae
@@ -146,12 +146,19 @@ def test_saving_and_loading(n_core: int, tmp_path: Path) -> None:
 
 
 def edit_config(change: Callable[[dict[str, object]], object]) -> Callable[[Path], None]:
+    """Write another config under a seal that fits, as a program with other ideas would."""
+
     def damage(directory: Path) -> None:
-        facts = json.loads((directory / "sae.json").read_text())
+        tensors, facts = read_artifact(directory, "sae")
         change(facts["config"])
-        (directory / "sae.json").write_text(json.dumps(facts))
+        write_artifact(directory, "sae", tensors, facts)
 
     return damage
+
+
+def edit_by_hand(directory: Path) -> None:
+    path = directory / "sae.json"
+    path.write_text(path.read_text().replace('"k": 4', '"k": 3'))
 
 
 @pytest.mark.parametrize(
@@ -159,11 +166,12 @@ def edit_config(change: Callable[[dict[str, object]], object]) -> Callable[[Path
     [
         (lambda d: (d / "sae.json").unlink(), "sae.json is missing"),
         (lambda d: (d / "sae.safetensors").unlink(), "sae.safetensors is missing"),
-        (lambda d: (d / "sae.json").write_text("{"), "not the config"),
-        (lambda d: (d / "sae.json").write_text("[]"), "not the config"),
+        (lambda d: (d / "sae.json").write_text("{"), "not the JSON"),
+        (lambda d: (d / "sae.json").write_text("[]"), "not the JSON"),
         (lambda d: (d / "sae.safetensors").write_bytes(b"junk"), "not the file"),
-        (edit_config(lambda c: c.update(depth=1)), "unknown SAE field 'depth'"),
-        (edit_config(lambda c: c.pop("k")), "missing: k"),
+        (edit_by_hand, "has changed"),
+        (edit_config(lambda c: c.update(depth=1)), "Unknown setting 'depth'"),
+        (edit_config(lambda c: c.pop("k")), "needs k"),
         (edit_config(lambda c: c.update(k=0)), "k is 0"),
         (edit_config(lambda c: c.update(core_mode="soft")), "core_mode"),
         (edit_config(lambda c: c.update(core_mode=["dense"])), "not the config"),

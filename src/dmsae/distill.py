@@ -164,7 +164,7 @@ def _import(config: DistillConfig, store: Store, here: Path) -> SAE:
         if imported.sae.config != expected:
             wrong = differences(to_dict(imported.sae.config), to_dict(expected))
             raise ConfigError(f"cycle0 = {config.cycle0} does not fit this run ({'; '.join(wrong)}).")
-        save_sae(imported.sae, here)
+        save_sae(imported.sae, here, {"model": store.model, "cycle": 0, "imported_from": imported.kind})
     return load_sae(here)
 
 

@@ -6,8 +6,7 @@ first, so every prefix holds them. No core gives a Matryoshka SAE; one prefix be
 Shapes: B tokens, D model width, K dictionary width, C core latents, N = K − C non-core latents, G prefixes.
 """
 
-import dataclasses
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -15,15 +14,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dmsae.errors import CheckpointError, ConfigError, nearest
-from dmsae.files import sha256_of, write_json, write_tensors
+from dmsae.artifact import read_artifact, write_artifact
+from dmsae.config import from_dict, to_dict
+from dmsae.errors import CheckpointError, ConfigError
 
-_WEIGHTS_NAME = "sae.safetensors"
-_CONFIG_NAME = "sae.json"
+_NAME = "sae"
 _FRACTIONS = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 
 
@@ -80,28 +77,6 @@ class SAEConfig:
     def n_competing(self) -> int:
         """Number of latents that compete in BatchTopK."""
         return self.width - self.n_unmasked
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {**dataclasses.asdict(self), "prefixes": list(self.prefixes), "core_mode": str(self.core_mode)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Return the config that `to_dict` described; unknown or missing fields are errors."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        for name in values:
-            if name not in known:
-                raise ConfigError(f"unknown SAE field {name!r}. {nearest(name, known)}")
-        if missing := sorted(known - set(values)):
-            raise ConfigError(f"SAE fields are missing: {', '.join(missing)}.")
-        modes = {str(mode): mode for mode in CoreMode}
-        return cls(
-            **{
-                **values,
-                "prefixes": tuple(values["prefixes"]),
-                "core_mode": modes.get(values["core_mode"], values["core_mode"]),
-            }
-        )
 
 
 def matryoshka_prefixes(width: int) -> tuple[int, ...]:
@@ -198,44 +173,28 @@ class SAE(nn.Module):
             tensor.mul_(scale)
 
 
-def save_sae(sae: SAE, directory: Path) -> None:
-    """Write an SAE as one safetensors file and one JSON config, each atomically, the config last."""
-    tensors = {name: getattr(sae, name).detach().cpu() for name in _shapes(sae.config)}
-    digest = write_tensors(directory / _WEIGHTS_NAME, tensors)
-    write_json(directory / _CONFIG_NAME, {"config": sae.config.to_dict(), "weights_sha256": digest})
+def save_sae(sae: SAE, directory: Path, made_from: Mapping[str, Any] | None = None) -> None:
+    """Write an SAE as `sae.safetensors` and `sae.json`, with what it was made from."""
+    tensors = {name: getattr(sae, name) for name in _shapes(sae.config)}
+    write_artifact(directory, _NAME, tensors, {"config": to_dict(sae.config), "made_from": made_from or {}})
 
 
 def load_sae(directory: Path) -> SAE:
     """Return a saved SAE, or raise `CheckpointError` when anything about it is not as it was written."""
-    config, digest = _read_config(directory / _CONFIG_NAME)
-    path = directory / _WEIGHTS_NAME
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing, though the config of an SAE stands beside it.")
-    if sha256_of(path) != digest:
-        raise CheckpointError(f"{path} is not the file that {_CONFIG_NAME} was written for. Restore it.")
+    tensors, facts = read_artifact(directory, _NAME)
     try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        config = from_dict(SAEConfig, facts["config"])
+    except (KeyError, ConfigError) as error:
+        raise CheckpointError(f"{directory / _NAME}.json is not the config of a saved SAE: {error}") from error
     expected = _shapes(config)
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if found != expected:
-        raise CheckpointError(f"{path} holds {found}; its config asks for {expected}.")
+        raise CheckpointError(f"{directory / _NAME}.safetensors holds {found}; its config asks for {expected}.")
     sae = SAE(config).to(tensors["W_dec"].dtype)
     W_enc = tensors.pop("W_enc")
     tensors["W_enc_core"], tensors["W_enc_free"] = W_enc[: config.n_core], W_enc[config.n_core :]
     sae.load_state_dict(tensors)
     return sae
-
-
-def _read_config(path: Path) -> tuple[SAEConfig, str]:
-    try:
-        facts = json.loads(path.read_text())
-        return SAEConfig.from_dict(facts["config"]), facts["weights_sha256"]
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {path.parent} does not hold a saved SAE.") from None
-    except (ValueError, KeyError, TypeError, ConfigError) as error:
-        raise CheckpointError(f"{path} is not the config of a saved SAE: {error}") from error
 
 
 def _shapes(config: SAEConfig) -> dict[str, tuple[int, ...]]:

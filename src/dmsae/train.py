@@ -65,7 +65,7 @@ class Trainer:
         _check(members, config, stream)
         self._members, self._config, self._stream, self._directory = members, config, stream, directory
         self._schedule = config.schedule()
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "kind": "train",
             "made_from": made_from,
             "train": config.lasting(),
@@ -171,7 +171,7 @@ class Trainer:
         """Save every SAE in raw space, then how it fared."""
         for learner in self._learners:
             learner.finish()
-            save_sae(learner.folded(self._scale), self._where(learner.name))
+            save_sae(learner.folded(self._scale), self._where(learner.name), self._settings["made_from"])
             status = {"state": learner.state, "step": learner.ended_at, "cause": learner.cause}
             status |= {"scale": self._scale, "metrics": self._last.get(learner.name, {})}
             write_json(self._where(learner.name) / STATUS, status)
