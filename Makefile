@@ -3,6 +3,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
+DEMO   := runs/demo
 
 .DEFAULT_GOAL := help
 .PHONY: help setup assets demo test check bench bench-peers clean
@@ -22,8 +23,10 @@ setup: $(READY)  ## a virtual environment with pinned installs
 assets: $(READY)  ## the default model and corpus (138 MB to fetch, once)
 	$(BIN)/dmsae assets fetch
 
-demo: assets  ## the main job on the bundled model and corpus
-	$(BIN)/dmsae harvest --recipe demo
+demo: assets  ## from nothing to a distilled core and SAEs trained from it, in minutes
+	$(BIN)/dmsae distill --recipe demo --out $(DEMO)/distill
+	$(BIN)/dmsae transfer --recipe demo --core $(DEMO)/distill --out $(DEMO)/transfer
+	$(BIN)/dmsae core show $(DEMO)/distill --top 8
 
 check: $(READY)  ## lint, format and types
 	$(BIN)/ruff check .
@@ -36,6 +39,8 @@ test: check assets  ## every check and test
 bench: assets  ## measured ratios: tables, and one JSON line each
 	$(BIN)/python benchmarks/harvest.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/attribution.py
+	$(BIN)/python benchmarks/distill.py
 
 $(PEERS)/.ready: constraints.txt
 	$(PYTHON) -m venv $(PEERS)
