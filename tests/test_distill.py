@@ -22,6 +22,7 @@ from dmsae.schedule import TrainConfig
 from dmsae.status import stages
 from planted import Planted, planted_store
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TRAIN = TrainConfig(tokens=200 * 256, batch_size=256, lr=4e-3, log_every=50, device="cpu")
 CONFIG = DistillConfig(
     width=96,

@@ -15,6 +15,7 @@ from dmsae.status import stages
 from dmsae.transfer import TransferConfig, k_noncore, members, transfer
 from planted import MODEL, Planted, planted_store
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TRAIN = TrainConfig(tokens=60 * 128, batch_size=128, lr=3e-3, log_every=20, device="cpu")
 EVERYTHING = TransferConfig(
     k=(2, 4),

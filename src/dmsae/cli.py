@@ -98,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             args=arguments,
             prog="dmsae",
             description="Distilled Matryoshka Sparse Autoencoders. Recipes: " + ", ".join(recipe_names()) + ".",
+            config=(tyro.conf.EnumChoicesFromValues,),
         )
     except DmsaeError as error:
         console.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
