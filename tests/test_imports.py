@@ -18,7 +18,6 @@ FLOW = (
     "hub",
     # text → tokens → model → activations
     "assets",
-    "hub",
     "text",
     "tokens",
     "base_model",

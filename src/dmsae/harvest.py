@@ -38,7 +38,7 @@ class HarvestConfig:
     text: TextConfig = field(default_factory=TextConfig)
     tokens: TokenConfig = field(default_factory=TokenConfig)
     train_tokens: int = 1_000_000
-    """Activations to train on. Dropped positions do not count."""
+    """Activations to train on. Masked positions do not count; norm outliers do, and are then left out."""
     heldout_tokens: int = 50_000
     """Activations of held-out documents."""
     pair_tokens: int = 20_000
