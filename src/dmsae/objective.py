@@ -174,8 +174,7 @@ def _residuals(sae: SAE, active: Active, offsets: Tensor, core_BC: Tensor | None
     """Return x − x̂_m for every prefix m; `target_BD` is x − b_dec."""
     residuals: list[Tensor] = []
     bounds = offsets[[0, *sae.config.prefixes]].tolist()
-    for low, high in pairwise(bounds):
-        part_BD = decode(active, slice(low, high), sae.W_dec, len(target_BD))
+    for part_BD in decode(active, bounds, sae.W_dec, len(target_BD)):
         if core_BC is not None and not residuals:
             part_BD.addmm_(core_BC, sae.W_dec[: sae.config.n_core])
         target_BD = torch.sub(target_BD, part_BD, out=part_BD)
@@ -240,7 +239,8 @@ def _auxiliary(
     sparse = len(dead_A) > _SPARSE_FROM * n_kept
     if sparse:
         active = _by_latent(values, indices)
-        error_BD = residual_BD - decode(active, slice(None), decoder_AD, n_tokens)
+        (part_BD,) = decode(active, (0, len(active.values_S)), decoder_AD, n_tokens)
+        error_BD = residual_BD - part_BD
     else:
         f_BA.zero_().scatter_(1, indices, values)
         error_BD = torch.addmm(residual_BD, f_BA, decoder_AD, alpha=-1)

@@ -159,16 +159,18 @@ def latent_offsets(active: Active, width: int) -> Tensor:
     return torch.searchsorted(active.latents_S, latents, out_int32=True)
 
 
-def decode(active: Active, survivors: slice, W_dec: Tensor, n_tokens: int) -> Tensor:
-    """Return what a range of survivors adds to the reconstruction of each token, [B, D]."""
-    tokens, order = torch.sort(active.tokens_S[survivors], stable=True)
-    starts = torch.arange(n_tokens + 1, dtype=torch.int32, device=tokens.device)
-    return _bags(
-        active.latents_S[survivors].index_select(0, order),
-        W_dec,
-        torch.searchsorted(tokens, starts, out_int32=True),
-        active.values_S[survivors].index_select(0, order),
-    )
+def decode(active: Active, bounds: Sequence[int], W_dec: Tensor, n_tokens: int) -> Iterator[Tensor]:
+    """Yield, for survivors bounds[i] … bounds[i + 1] − 1, what they add to the reconstruction of each token, [B, D]."""
+    keys = active.tokens_S.clone()
+    for index, (low, high) in enumerate(pairwise(bounds)):
+        keys[low:high] += index * n_tokens
+    keys, order = torch.sort(keys, stable=True)
+    latents, values = active.latents_S.index_select(0, order), active.values_S.index_select(0, order)
+    first_keys = torch.arange((len(bounds) - 1) * n_tokens + 1, dtype=torch.int32, device=keys.device)
+    starts = torch.searchsorted(keys, first_keys, out_int32=True)
+    for index, (low, high) in enumerate(pairwise(bounds)):
+        bags = starts[index * n_tokens : (index + 1) * n_tokens + 1] - low
+        yield _bags(latents[low:high], W_dec, bags, values[low:high])
 
 
 def gradients(
