@@ -14,6 +14,7 @@ import statistics
 import sys
 import types
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from dmsae.sae import matryoshka_prefixes
 from step import D_MODEL, N_BATCHES, TARGETS, Cell, make_batches, make_step, take_turns
 
 
-def dictionary_learning_step(width: int, k: int, batches: list[Tensor]) -> Callable[[], None]:
-    """Return the step of the published Matryoshka trainer, loaded without its package's `__init__` and nnsight."""
+@cache
+def dictionary_learning_trainers() -> Any:
+    """Return the module of the published Matryoshka trainer, without its package's `__init__`, which needs nnsight."""
     spec = importlib.util.find_spec("dictionary_learning")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("dictionary_learning is not installed here; run `make bench-peers`.")
@@ -32,9 +34,13 @@ def dictionary_learning_step(width: int, k: int, batches: list[Tensor]) -> Calla
     for name, path in {"dictionary_learning": root, "dictionary_learning.trainers": f"{root}/trainers"}.items():
         package = types.ModuleType(name)
         package.__path__ = [path]
-        sys.modules.setdefault(name, package)
-    module: Any = importlib.import_module("dictionary_learning.trainers.matryoshka_batch_top_k")
-    trainer = module.MatryoshkaBatchTopKTrainer(
+        sys.modules[name] = package
+    return importlib.import_module("dictionary_learning.trainers.matryoshka_batch_top_k")
+
+
+def dictionary_learning_step(width: int, k: int, batches: list[Tensor]) -> Callable[[], None]:
+    """Return the step of the published Matryoshka trainer."""
+    trainer = dictionary_learning_trainers().MatryoshkaBatchTopKTrainer(
         steps=100_000,
         activation_dim=D_MODEL,
         dict_size=width,
