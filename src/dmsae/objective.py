@@ -127,18 +127,17 @@ def backward_(
         n_fired[:n_core] = (core_BC > 0).sum(0)
 
     residuals = _residuals(sae, active, offsets, core_BC, centered_BD)
-    errors_G = torch.stack([torch.linalg.vector_norm(residual) for residual in residuals]).square_()
-    errors_G /= n_tokens
+    errors_G = torch.stack([_square_norm(residual) for residual in residuals]) / n_tokens
     auxiliary = _auxiliary(sae, input_BD, residuals[-1], dead_K, n_fired, objective.aux_alpha)
     weight = objective.weight(len(residuals))
     upstreams = _upstreams_(residuals, -2 * weight / n_tokens)
 
-    norms: list[Tensor] = []
+    squares: list[Tensor] = []
     for part in _gradients(sae, active, offsets, core_BC, input_BD, upstreams):
-        norms += _write_(sae, part)
+        squares += _write_(sae, part)
     for part in auxiliary.gradients if auxiliary is not None else ():
-        norms += _write_(sae, part)
-    norms += _write_biases_(sae, upstreams[0])
+        squares += _write_(sae, part)
+    squares.append(_write_b_dec_(sae, upstreams[0]))
 
     aux_loss = auxiliary.loss if auxiliary is not None else 0.0
     noncore = active.values_S[int(offsets[n_core]) :]
@@ -151,7 +150,7 @@ def backward_(
         l0_noncore=float(n_fired[n_core:].sum()) / n_tokens,
         threshold=float(noncore.min()) if len(noncore) else 0.0,
         warm_start=float(active.values_S.min()) if len(active.values_S) else 0.0,
-        grad_norm=float(torch.linalg.vector_norm(torch.stack(norms))),
+        grad_norm=float(torch.stack(squares).sum().sqrt()),
     )
 
 
@@ -265,29 +264,34 @@ def _by_latent(values_BS: Tensor, indices_BS: Tensor) -> Active:
 
 
 def _write_(sae: SAE, part: Gradients) -> list[Tensor]:
-    """Write gradients into `.grad`, the decoder's projected, and return their norms."""
+    """Write gradients into `.grad`, the decoder's projected, and return their square norms."""
     decoder = part.decoder.addcmul_(sae.W_dec[part.rows], part.parallel[:, None], value=-1)
     _grad(sae.W_dec)[part.rows] = decoder
     _grad(sae.b_enc)[part.rows] = part.bias
-    norms = [torch.linalg.vector_norm(decoder), torch.linalg.vector_norm(part.bias)]
+    squares = [_square_norm(decoder), _square_norm(part.bias)]
     n_core = sae.config.n_core
     if part.encoder is not None:
         rows = part.rows
         free = slice(rows.start - n_core, rows.stop - n_core) if isinstance(rows, slice) else rows - n_core
         _grad(sae.W_enc_free)[free] = part.encoder
-        norms.append(torch.linalg.vector_norm(part.encoder))
-    return norms
+        squares.append(_square_norm(part.encoder))
+    return squares
 
 
-def _write_biases_(sae: SAE, upstream_BD: Tensor) -> list[Tensor]:
-    """Write the gradient of b_dec, which the encoder sees too when it centres its input, and return its norm."""
+def _write_b_dec_(sae: SAE, upstream_BD: Tensor) -> Tensor:
+    """Write the gradient of b_dec, which the encoder sees too when it centres its input; return its square norm."""
     n_core = sae.config.n_core
     grad_D = upstream_BD.sum(0)
     if sae.config.center_input:
         bias_K = _grad(sae.b_enc)
         grad_D -= bias_K[:n_core] @ sae.W_enc_core + bias_K[n_core:] @ sae.W_enc_free
     _grad(sae.b_dec).copy_(grad_D)
-    return [torch.linalg.vector_norm(grad_D)]
+    return _square_norm(grad_D)
+
+
+def _square_norm(tensor: Tensor) -> Tensor:
+    flat = tensor.flatten()
+    return torch.dot(flat, flat)
 
 
 def _grad(parameter: Tensor) -> Tensor:
