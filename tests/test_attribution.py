@@ -118,11 +118,7 @@ def test_scores_are_the_papers(
     x = torch.randn(n_positions, config.d_model, generator=generator)
     g = torch.randn(n_positions, config.d_model, generator=generator)
     store = make_store(tmp_path_factory.mktemp("store"), x, g, shard_rows)
-    batches = [
-        (xb.double(), gb.double())
-        for xs, gs in zip(x.split(shard_rows), g.split(shard_rows), strict=True)
-        for xb, gb in zip(xs.split(batch_size), gs.split(batch_size), strict=True)
-    ]
+    batches = [(xb.double(), gb.double()) for xb, gb in zip(x.split(batch_size), g.split(batch_size), strict=True)]
     expected = torch.tensor(paper_scores(sae, batches, q, over is QuantileOver.ACTIVE), dtype=torch.float64)
     settings_ = AttributionConfig(quantile=q, quantile_over=over, batch_size=batch_size)
     if not expected.any():

@@ -9,6 +9,7 @@ from dmsae.cli import main, read_sections
 from dmsae.config import recipe_names
 from dmsae.core import Core
 from dmsae.sae import load_sae
+from dmsae.store import Split, list_stores
 from dmsae.transfer import members
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -101,6 +102,9 @@ def test_from_text_to_transferred_saes(
     main(["train", "--recipe", str(recipe), "--store", store[:6], "--out", "one", "--width", "64", "--k", "4"])
     shape = ["--width", "64", "--k", "4", "--tokens", "6400", "--batch-size", "128", "--kind", "batchtopk"]
     main(["train", "--store", store, "--out", "two", *shape, "--core", "run", "--core-mode", "sparse"])
+    with pytest.raises(SystemExit):
+        main(["core", "ablate", "one"])
+    assert "not a distillation" in capsys.readouterr().err
     assert load_sae(Path("one/sae")).config.prefixes == (2, 6, 14, 30, 64)
     assert load_sae(Path("two/sae")).config.n_core == n_distilled
 
@@ -116,8 +120,15 @@ def test_live_distillation_keeps_no_training_activations(
     disk, live = Core.load(tmp_path / "disk" / "distilled"), Core.load(tmp_path / "live" / "distilled")
     assert disk.identities == live.identities
     assert disk.digest() == live.digest()
-    main(["store", "list"])
-    assert " 0 " in capsys.readouterr().out
+    made_from = json.loads((tmp_path / "live" / "config.json").read_text())["live"]
+    assert made_from["train_tokens"] == 3000
+    rows = [one.rows[Split.TRAIN] for one in list_stores(tmp_path / "cache" / "stores")]
+    assert sorted(rows) == [0, 3000]
+
+    saes = ["--k", "3", "--core-modes", "dense", "--train.tokens", "2560", "--harvest.dtype", "float32"]
+    saes += ["--core", str(tmp_path / "live"), "--out", str(tmp_path / "s"), "--live"]
+    main(["transfer", "--recipe", str(recipe), *saes])
+    assert load_sae(tmp_path / "s" / "dense-k3").config.n_core == len(live)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +140,7 @@ def test_live_distillation_keeps_no_training_activations(
         (["core", "show", "nowhere"], "holds no core"),
         (["distill", "--recipe", "demoo", "--out", "x"], "Did you mean 'demo'"),
         (["distill", "--out", "x", "--coverage", "1.5"], "coverage = 1.5"),
+        (["distill", "--out", "x", "--live", "--store", "abc"], "leave out --store"),
     ],
 )
 def test_bad_input_is_a_message_and_writes_nothing(

@@ -142,6 +142,19 @@ def test_cycle_0_may_be_an_sae_of_ours(planted: Planted, run: Path, tmp_path: Pa
         distil(replace(CONFIG, cycle0=str(source), k=4), planted.store, tmp_path / "other")
 
 
+def test_cycle_0_of_another_model_is_refused(planted: Planted, run: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_sae(load_sae(run / "cycle-0" / "sae"), source, {"model": {"weights_sha256": "other", "hook": "nowhere"}})
+    with pytest.raises(ConfigError, match="weights_sha256 other"):
+        distil(replace(CONFIG, cycle0=str(source)), planted.store, tmp_path / "run")
+
+
+def test_a_core_that_leaves_no_room_says_what_to_change(planted: Planted, tmp_path: Path) -> None:
+    crowded = replace(SHORT, width=20, prefixes=(16, 20))
+    with pytest.raises(ConfigError, match=r"core grew to \d+ latents: lower coverage"):
+        distil(crowded, planted.store, tmp_path / "run")
+
+
 def test_a_cycle_that_collapses_stops_the_run_and_says_so(planted: Planted, tmp_path: Path) -> None:
     doomed = TrainConfig(tokens=60 * 64, batch_size=64, lr=1e-6, collapse_fve=0.99, device="cpu")
     with pytest.raises(TrainingError, match="Cycle 0 collapsed"):
@@ -154,6 +167,8 @@ def test_impossible_settings_name_the_field(planted: Planted, tmp_path: Path) ->
         DistillConfig(cycles=0)
     with pytest.raises(ConfigError, match=r"coverage = 1\.5"):
         DistillConfig(coverage=1.5)
+    with pytest.raises(ConfigError, match=r"train\.seed = 7"):
+        DistillConfig(train=TrainConfig(seed=7))
     with pytest.raises(ConfigError, match="prefixes"):
         distil(DistillConfig(width=64, k=2, prefixes=(80, 64)), planted.store, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -70,7 +70,7 @@ def test_codes_equal_those_of_dictionary_learning(
         theirs = module.MatryoshkaBatchTopKSAE(D_MODEL, WIDTH, K, GROUPS)
     randomise(theirs, threshold)
     write_trainer(tmp_path, theirs, dict_class=type(theirs).__name__, k=K)
-    ours, kind_found, notes = load_any(tmp_path)
+    ours, kind_found, notes, _ = load_any(tmp_path)
     assert kind_found == "dictionary_learning"
     assert ours.config.prefixes == ((WIDTH,) if kind == "batch_top_k" else (4, 12, 32))
     assert (ours.config.k, ours.config.n_core, ours.config.center_input) == (K, 0, True)
@@ -107,7 +107,7 @@ def test_decoder_rows_are_brought_to_unit_norm(tmp_path: Path, dictionary_learni
     with torch.no_grad():
         theirs.W_dec *= norms[:, None]
     write_trainer(tmp_path, theirs)
-    ours, _, notes = load_any(tmp_path)
+    ours, _, notes, _ = load_any(tmp_path)
     assert "of 32 decoder rows had norms from 0.5" in notes[0]
     x = 2 * torch.randn(64, D_MODEL)
     torch.testing.assert_close(ours.W_dec.norm(dim=1), torch.ones(WIDTH))
@@ -164,7 +164,7 @@ def test_codes_of_a_saelens_directory(tmp_path: Path, centered: bool, norm: floa
     weights["W_enc"] /= norm
     weights["W_dec"] *= norm
     saelens_files(tmp_path, weights, apply_b_dec_to_input=centered)
-    ours, kind, notes = load_any(tmp_path)
+    ours, kind, notes, _ = load_any(tmp_path)
     assert kind == "saelens"
     assert bool(notes) == (norm != 1)
     assert (ours.config.k, ours.config.prefixes, ours.config.center_input) == (3, (4, 12, 32), centered)

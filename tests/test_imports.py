@@ -39,6 +39,7 @@ FLOW = (
     "quantile",
     "attribution",
     "core",
+    "fidelity",
     "examples",
     "ablation",
     "formats",

@@ -58,8 +58,8 @@ def test_round_trip(tmp_path: Path) -> None:
     assert (store.n_rows(Split.TRAIN), store.n_rows(Split.PAIRS)) == (6, 0)
     assert store.dropped(Split.TRAIN) == {"padding": 3}
     assert store.tokens(Split.HELDOUT)["tokens"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    batches = list(store.batches(Split.TRAIN, 2))
-    assert [len(batch["x"]) for batch in batches] == [2, 1, 2, 1]
+    batches = list(store.batches(Split.TRAIN, 4))
+    assert [len(batch["x"]) for batch in batches] == [4, 2]
     assert all(batch["x"].dtype == torch.float32 for batch in batches)
     assert torch.cat([batch["x"] for batch in batches])[:, 0].tolist() == [0, 2, 4, 10, 12, 14]
     assert [problem for _, problem in store.verify()] == [None] * 5
@@ -204,3 +204,15 @@ def test_a_harvested_store_holds_what_its_layout_says(
     pairs = store.read(store.shards(Split.PAIRS)[0])
     assert (pairs["x"].dtype, pairs["g"].dtype) == (torch.bfloat16, torch.float32)
     assert json.loads((store.path / "request.json").read_text())["model"]["hook"] == "model.layers.0"
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 7, 100])
+def test_batches_run_across_shards(tmp_path: Path, batch_size: int) -> None:
+    """Where shards end is nobody's business: only the last batch is smaller, and the rows are in order."""
+    writer = StoreWriter(tmp_path / "store", {"model": {}})
+    rows = torch.arange(20, dtype=torch.float16)[:, None]
+    for index, part in enumerate(rows.split([6, 1, 9, 4])):
+        writer.add(shard_file(Split.HELDOUT, index), {"x": part, "context": part[:, 0].int()}, {})
+    found = [batch["x"] for batch in writer.finish(1).batches(Split.HELDOUT, batch_size)]
+    assert torch.equal(torch.cat(found), rows.float())
+    assert all(len(batch) == batch_size for batch in found[:-1])

@@ -9,7 +9,7 @@ import torch
 from dmsae.core import Core, Lineage, Provenance, RandomKind
 from dmsae.errors import ConfigError
 from dmsae.learner import State
-from dmsae.sae import CoreMode, load_sae
+from dmsae.sae import CoreMode, load_sae, read_made_from
 from dmsae.schedule import TrainConfig
 from dmsae.status import stages
 from dmsae.transfer import TransferConfig, k_noncore, members, transfer
@@ -79,6 +79,8 @@ def test_every_sae_is_trained_and_holds_the_core_to_the_bit(planted: Planted, co
             dense = sae.config.core_mode is CoreMode.DENSE
             assert (sae.threshold[: sae.config.n_core] == 0).all() == dense
         assert (sae.threshold[sae.config.n_core :] > 0).all()
+        distilled = outcome.name.startswith(("dense", "sparse"))
+        assert (read_made_from(outcome.directory)["core"] == core.digest()) == distilled
     assert all(stage.state == "done" for stage in stages(tmp_path / "run"))
 
 
@@ -103,4 +105,10 @@ def test_impossible_settings_name_the_field(planted: Planted, core: Core, tmp_pa
         TransferConfig(core_modes=())
     with pytest.raises(ConfigError, match="n_core is 8"):
         transfer(replace(EVERYTHING, width=16, prefixes=(14, 16)), core, planted.store, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_core_is_refused(planted: Planted, core: Core, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="core is empty"):
+        transfer(EVERYTHING, core.take([]), planted.store, tmp_path / "run")
     assert not (tmp_path / "run").exists()

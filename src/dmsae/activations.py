@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -79,6 +79,11 @@ class LiveGroups:
         self._next = (-1, 0)
 
     @property
+    def request(self) -> dict[str, Any]:
+        """What the activations are made from."""
+        return self._harvest.request
+
+    @property
     def d_model(self) -> int:
         """Width of the activations."""
         return self._harvest.d_model
@@ -99,6 +104,11 @@ class LiveGroups:
         found = ((c.tokens_L, count) for split, c, count in self._harvest.stream() if split is Split.TRAIN)
         while block := list(islice(found, self._harvest.config.shard_contexts)):
             yield torch.from_numpy(np.stack([tokens for tokens, _ in block])), sum(count for _, count in block)
+
+
+def live_facts(live: LiveGroups | None) -> dict[str, Any]:
+    """Return what live activations are made from, for the settings of a run that trains on them."""
+    return {"live": live.request} if live else {}
 
 
 class ActivationStream:

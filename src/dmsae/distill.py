@@ -5,19 +5,21 @@ it) and, at the end, `distilled` (the core C*) and `summary.json`. Every finishe
 up again; a cycle in training resumes from its checkpoint.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dmsae.activations import ActivationStream, GroupSource, StoreGroups
+from dmsae.activations import ActivationStream, LiveGroups, StoreGroups, live_facts
 from dmsae.attribution import Attribution, AttributionConfig, attribute
-from dmsae.base_model import choose_device
+from dmsae.base_model import training_device
 from dmsae.config import to_dict
 from dmsae.core import CarryOver, Core, Provenance, carry_over, distilled_core, next_core
 from dmsae.errors import ConfigError, TrainingError
+from dmsae.fidelity import fidelity
 from dmsae.files import write_json
-from dmsae.formats import load_any, locate
+from dmsae.formats import Imported, load_any, locate
 from dmsae.learner import Member, State
 from dmsae.metrics import read_metrics
 from dmsae.progress import console
@@ -61,6 +63,8 @@ class DistillConfig:
             raise ConfigError(f"cycles = {self.cycles} must be at least 1: the distilled core needs two selections.")
         if not 0 < self.coverage <= 1:
             raise ConfigError(f"coverage = {self.coverage} must lie in (0, 1].")
+        if self.train.seed:
+            raise ConfigError(f"train.seed = {self.train.seed} has no effect here: each cycle's follows from seed.")
 
     def sae(self, d_model: int, n_core: int) -> SAEConfig:
         """Return what the SAE of a cycle is: the core first, then the same non-core groups in every cycle."""
@@ -78,10 +82,11 @@ class CycleReport(NamedTuple):
     n_frozen: int
     """Size of the core that the cycle was trained with."""
     l0_core: float
-    """Latents of that core that fire on the average token."""
-    l0_noncore: float | None
-    fve: float | None
-    loss: float | None
+    """Latents of that core that fire on the average token of the attribution pairs."""
+    heldout_fve: float | None
+    """Variance explained of held-out activations, with inference thresholds; None when the store holds none."""
+    train_loss: float | None
+    """Objective of the last training batch; None for an SAE that was not trained here."""
 
 
 class Distillation(NamedTuple):
@@ -99,7 +104,7 @@ def distil(
     store: Store,
     directory: Path,
     report: Callable[[CycleReport], None] = lambda report: None,
-    live: GroupSource | None = None,
+    live: LiveGroups | None = None,
 ) -> Distillation:
     """Run a distillation, or what is left of it, and return its cores; `report` hears of each cycle as it ends.
 
@@ -107,6 +112,7 @@ def distil(
     """
     config.sae(store.d_model, 0)
     settings = {"kind": "distill", "store": store.key, "model": store.model, "distill": _lasting(config)}
+    settings |= live_facts(live)
     with claimed(directory, settings):
         cores: list[Core] = []
         reports: list[CycleReport] = []
@@ -116,7 +122,7 @@ def distil(
             sae = _train(config, store, here, cycle, previous, live)
             attribution = _score(config, store, here, sae)
             cores.append(_select(config, store, here, sae, attribution, previous))
-            reports.append(_report(here, cores, sae, attribution))
+            reports.append(_report(here, cores, sae, attribution, _fidelity(here, sae, store)))
             report(reports[-1])
         distilled = distilled_core(cores[-1], cores[-2])
         distilled.save(directory / _DISTILLED)
@@ -131,17 +137,17 @@ def distilled_directory(run: Path) -> Path:
 
 
 def _train(
-    config: DistillConfig, store: Store, here: Path, cycle: int, core: Core | None, live: GroupSource | None
+    config: DistillConfig, store: Store, here: Path, cycle: int, core: Core | None, live: LiveGroups | None
 ) -> SAE:
     """Return the SAE of a cycle: imported, already there, or trained now from the core's rows alone."""
     if cycle == 0 and config.cycle0:
         return _import(config, store, here / _SAE)
-    member = Member(_SAE, config.sae(store.d_model, len(core) if core else 0), core.encoder_CD if core else None)
+    member = Member(_SAE, _fitting(config, store, core), core.encoder_CD if core else None)
     train = replace(config.train, seed=derive_seed(config.seed, "cycle", cycle))
-    device = choose_device(train.device)
+    device = training_device(train.device)
     source = live or StoreGroups(store, train.seed)
     stream = ActivationStream(source, train.batch_size, train.seed, device)
-    made_from = {"store": store.key, "model": store.model, "cycle": cycle, "core": core.digest() if core else None}
+    made_from = {"store": store.key, "model": store.model, "cycle": cycle, **live_facts(live)}
     try:
         (outcome,) = Trainer([member], train, stream, here, made_from).run()
     finally:
@@ -154,6 +160,17 @@ def _train(
     return load_sae(outcome.directory)
 
 
+def _fitting(config: DistillConfig, store: Store, core: Core | None) -> SAEConfig:
+    """Return what the SAE of a cycle is; a core that leaves no room for the last group is an error that says so."""
+    try:
+        return config.sae(store.d_model, len(core) if core else 0)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} The core grew to {len(core or ())} latents: lower coverage (now {config.coverage}), or widen "
+            "the last prefix, in a new directory."
+        ) from error
+
+
 def _import(config: DistillConfig, store: Store, here: Path) -> SAE:
     """Return the published SAE that stands for cycle 0, copied into the run so that the run is whole."""
     expected = config.sae(store.d_model, 0)
@@ -161,17 +178,33 @@ def _import(config: DistillConfig, store: Store, here: Path) -> SAE:
         imported = load_any(locate(config.cycle0), expected.k, expected.prefixes)
         for note in imported.notes:
             console.print(f"cycle 0: {note}", markup=False)
+        _require_same_model(config, imported, store)
         if imported.sae.config != expected:
             wrong = differences(to_dict(imported.sae.config), to_dict(expected))
             raise ConfigError(f"cycle0 = {config.cycle0} does not fit this run ({'; '.join(wrong)}).")
-        save_sae(imported.sae, here, {"model": store.model, "cycle": 0, "imported_from": imported.kind})
+        source = {"source": config.cycle0, "kind": imported.kind, "model": imported.model}
+        save_sae(imported.sae, here, {"imported_from": source, "cycle": 0})
     return load_sae(here)
+
+
+def _require_same_model(config: DistillConfig, imported: Imported, store: Store) -> None:
+    if imported.model is None:
+        console.print(
+            f"cycle 0: whether it was trained on {store.model['name']} at {store.model['hook']} is not checked."
+        )
+        return
+    for name in ("weights_sha256", "hook"):
+        if imported.model.get(name) != store.model[name]:
+            raise ConfigError(
+                f"cycle0 = {config.cycle0} was trained with {name} {imported.model.get(name)}, but the store "
+                f"{store.key} has {store.model[name]}. Choose a store of that model and hook."
+            )
 
 
 def _score(config: DistillConfig, store: Store, here: Path, sae: SAE) -> Attribution:
     if (here / "attribution.json").is_file():
         return Attribution.load(here)
-    device = choose_device(config.train.device)
+    device = training_device(config.train.device)
     attribution = attribute(sae.to(device), store, config.attribution)
     attribution.save(here)
     return attribution
@@ -189,9 +222,20 @@ def _select(
     return core
 
 
-def _report(here: Path, cores: list[Core], sae: SAE, attribution: Attribution) -> CycleReport:
+def _fidelity(here: Path, sae: SAE, store: Store) -> dict[str, float]:
+    """Return a cycle's held-out figures, measured once."""
+    path = here / "fidelity.json"
+    if not path.is_file():
+        found = fidelity(sae, store)
+        write_json(path, found._asdict() if found else {})
+    figures: dict[str, float] = json.loads(path.read_text(encoding="utf8"))
+    return figures
+
+
+def _report(
+    here: Path, cores: list[Core], sae: SAE, attribution: Attribution, heldout: dict[str, float]
+) -> CycleReport:
     metrics = read_metrics(here / _SAE)
-    last = metrics[-1] if metrics else {}
     n_frozen = sae.config.n_core
     return CycleReport(
         cycle=cores[-1].cycle,
@@ -199,9 +243,8 @@ def _report(here: Path, cores: list[Core], sae: SAE, attribution: Attribution) -
         births=cores[-1].births(),
         n_frozen=n_frozen,
         l0_core=float(attribution.firing_rates_P[:n_frozen].sum()),
-        l0_noncore=last.get("l0_noncore"),
-        fve=last.get("fve"),
-        loss=last.get("loss"),
+        heldout_fve=heldout.get("fve"),
+        train_loss=metrics[-1]["loss"] if metrics else None,
     )
 
 
@@ -212,6 +255,6 @@ def _plain(report: CycleReport) -> dict[str, object]:
 def _lasting(config: DistillConfig) -> dict[str, object]:
     """Return the settings that decide the result; how often to look and save are not among them."""
     settings = to_dict(config)
-    settings["train"] = config.train.lasting()
+    settings["train"] = {name: value for name, value in config.train.lasting().items() if name != "seed"}
     result: dict[str, object] = settings
     return result

@@ -80,7 +80,9 @@ class Learner:
 
     def advance(self, step: int, x_BD: Tensor, variance: float) -> BatchResult:
         """Take one step, unless its numbers are no longer numbers: then the weights stay as they were."""
-        result = backward_(self.sae, x_BD, self._config.objective, self.dead_K, self.warm_start)
+        # The tokens of this batch count as idle for all that do not fire in it, as in the published recipe.
+        dead_K = self.idle_tokens_K + len(x_BD) >= self._schedule.dead_after_tokens
+        result = backward_(self.sae, x_BD, self._config.objective, dead_K, self.warm_start)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._end(State.DIVERGED, step, f"loss {result.loss}, gradient norm {result.grad_norm}")
             return result

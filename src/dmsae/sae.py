@@ -197,6 +197,12 @@ def load_sae(directory: Path) -> SAE:
     return sae
 
 
+def read_made_from(directory: Path) -> dict[str, Any]:
+    """Return what a saved SAE says it was made from."""
+    made_from: dict[str, Any] = read_artifact(directory, _NAME)[1].get("made_from", {})
+    return made_from
+
+
 def _shapes(config: SAEConfig) -> dict[str, tuple[int, ...]]:
     return {
         "W_enc": (config.width, config.d_model),

@@ -59,7 +59,7 @@ class TrainConfig:
     checkpoint_seconds: float = 120.0
     """Time between checkpoints. One is also written on Ctrl-C and SIGTERM."""
     device: str = "auto"
-    """`cpu`, `cuda`, `mps`, or `auto`: the first of cuda, mps, cpu that is there."""
+    """`cpu`, `cuda`, or `auto`: cuda if it is there."""
 
     def __post_init__(self) -> None:
         for name, low in _WHOLE.items():

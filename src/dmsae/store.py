@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from dmsae import assets
@@ -177,12 +178,20 @@ class Store:
         return self.read(next(record for record in self.records if record.file == token_file(split)))
 
     def batches(self, split: Split, batch_size: int) -> Iterator[dict[str, Tensor]]:
-        """Yield a split's rows once, in stored order, floats as float32; the last batch may be smaller."""
-        for record in self.shards(split):
+        """Yield a split's rows once, in stored order, floats as float32; only the last batch may be smaller."""
+        held: dict[str, Tensor] = {}
+        n_held = 0
+        shards = self.shards(split)
+        for record in shards:
             tensors = self.read(record)
-            for start in range(0, record.rows, batch_size):
-                rows = {name: tensor[start : start + batch_size] for name, tensor in tensors.items()}
+            held = {name: torch.cat([held[name], tensor]) for name, tensor in tensors.items()} if n_held else tensors
+            n_held += record.rows
+            n_ready = n_held if record is shards[-1] else n_held - n_held % batch_size
+            for start in range(0, n_ready, batch_size):
+                rows = {name: tensor[start : min(start + batch_size, n_ready)] for name, tensor in held.items()}
                 yield {name: row.float() if row.is_floating_point() else row for name, row in rows.items()}
+            held = {name: tensor[n_ready:] for name, tensor in held.items()}
+            n_held -= n_ready
 
     def verify(self) -> Iterator[tuple[FileRecord, str | None]]:
         """Check every file; yield each with what is wrong with it, or None."""

@@ -169,9 +169,11 @@ class Trainer:
 
     def _finish(self) -> None:
         """Save every SAE in raw space, then how it fared."""
+        common = self._settings["made_from"]
+        made_from = {member.name: common | {"core": member.core_sha256()} for member in self._members}
         for learner in self._learners:
             learner.finish()
-            save_sae(learner.folded(self._scale), self._where(learner.name), self._settings["made_from"])
+            save_sae(learner.folded(self._scale), self._where(learner.name), made_from[learner.name])
             status = {"state": learner.state, "step": learner.ended_at, "cause": learner.cause}
             status |= {"scale": self._scale, "metrics": self._last.get(learner.name, {})}
             write_json(self._where(learner.name) / STATUS, status)

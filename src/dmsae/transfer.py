@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dmsae.activations import ActivationStream, StoreGroups
-from dmsae.base_model import choose_device
+from dmsae.activations import ActivationStream, LiveGroups, StoreGroups, live_facts
+from dmsae.base_model import training_device
 from dmsae.core import Core, RandomKind, random_core
 from dmsae.errors import ConfigError
 from dmsae.learner import Member
@@ -61,6 +61,7 @@ def k_noncore(k: int, width: int, n_core: int) -> int:
 
 def members(config: TransferConfig, core: Core) -> list[Member]:
     """Return the SAEs of a transfer, in the order in which they are reported."""
+    require_latents(core)
     d_model = core.encoder_CD.shape[1]
     sources = {"": core} | {
         f"random-{kind}-": random_core(core, kind, config.train.seed) for kind in config.random_cores
@@ -78,17 +79,29 @@ def members(config: TransferConfig, core: Core) -> list[Member]:
     return found
 
 
-def transfer(config: TransferConfig, core: Core, store: Store, directory: Path) -> list[Outcome]:
-    """Train the SAEs of a transfer, or go on with them, and return how each fared."""
+def transfer(
+    config: TransferConfig, core: Core, store: Store, directory: Path, live: LiveGroups | None = None
+) -> list[Outcome]:
+    """Train the SAEs of a transfer, on the store or on `live` activations, and return how each fared."""
     require_same_model(core, store)
     trained = members(config, core)
     train = config.train
-    stream = ActivationStream(StoreGroups(store, train.seed), train.batch_size, train.seed, choose_device(train.device))
-    made_from = {"store": store.key, "model": store.model, "core": core.digest()}
+    source = live or StoreGroups(store, train.seed)
+    stream = ActivationStream(source, train.batch_size, train.seed, training_device(train.device))
+    made_from = {"store": store.key, "model": store.model, "transferred": core.digest(), **live_facts(live)}
     try:
         return Trainer(trained, train, stream, directory, made_from).run()
     finally:
         stream.close()
+
+
+def require_latents(core: Core) -> None:
+    """Raise unless there is anything in a core to build on."""
+    if not len(core):
+        raise ConfigError(
+            "The core is empty: no latent was selected in both of the last two cycles. Distil with a larger k, more "
+            "tokens per cycle, or a higher coverage."
+        )
 
 
 def require_same_model(core: Core, store: Store) -> None:

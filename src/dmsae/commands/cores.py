@@ -1,7 +1,7 @@
 """Commands that look at cores."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -15,11 +15,11 @@ from dmsae.commands.output import number, out, plain_table
 from dmsae.config import from_dict
 from dmsae.core import Core, carry_over
 from dmsae.distill import Distillation, distilled_directory
-from dmsae.errors import CheckpointError, DmsaeError
+from dmsae.errors import CheckpointError, ConfigError, DmsaeError
 from dmsae.examples import Example, top_examples
 from dmsae.files import write_json
 from dmsae.progress import console
-from dmsae.run import read_settings
+from dmsae.run import claimed, read_settings
 from dmsae.sae import load_sae
 from dmsae.store import Store, default_root, find_store
 
@@ -100,6 +100,15 @@ def core_ablate(
         root: Directory of stores.
     """
     settings = read_settings(run)
+    if settings.get("kind") != "distill":
+        raise ConfigError(f"{run} is not a distillation, but a run of kind {settings.get('kind')!r}.")
+    with claimed(run, settings):
+        _ablate(run, settings, cycle, latents, contexts, root)
+
+
+def _ablate(
+    run: Path, settings: dict[str, Any], cycle: int | None, latents: int, contexts: int, root: Path | None
+) -> None:
     last = settings["distill"]["cycles"] if cycle is None else cycle
     here = run / f"cycle-{last}"
     scored, sae = Attribution.load(here), load_sae(here / "sae")
@@ -126,7 +135,10 @@ def show_distillation(done: Distillation) -> None:
         style="bold",
     )
     births = ", ".join(f"{count} from cycle {cycle}" for cycle, count in done.distilled.births().items())
-    out.print(f"Born: {births or 'none'}.")
+    if not len(done.distilled):
+        out.print("No latent was selected twice. Try a larger k, more tokens per cycle, or a higher coverage.")
+        return
+    out.print(f"Born: {births}.")
     report = done.reports[-1]
     if report.n_frozen and report.l0_core > 0.5 * report.n_frozen:
         out.print(
@@ -138,15 +150,17 @@ def show_distillation(done: Distillation) -> None:
 
 def _examples(place: Path, core: Core, top: int, n_examples: int, root: Path | None) -> list[list[Example]]:
     """Return the texts that fire the first latents, or nothing (and say why) when what is needed is not there."""
-    directory = place / f"cycle-{core.cycle}" / "sae"
+    cycle = f"cycle-{core.cycle}"
+    places = (place / cycle / "sae", place / "sae", place.parent / cycle / "sae")
+    directory = next((one for one in places if (one / "sae.json").is_file()), places[0])
+    model = core.provenance.model
     try:
         store = Store.open(find_store(root or default_root(), core.provenance.store))
-        sae = load_sae(directory)
-        tokenizer = load_tokenizer(ModelConfig(name=core.provenance.model["name"]))
+        tokenizer = load_tokenizer(ModelConfig(name=model["name"], revision=model["revision"]))
+        return top_examples(load_sae(directory), core.slots_C[:top].tolist(), store, tokenizer, n_examples)
     except DmsaeError as error:
         console.print(f"No example texts: {escape(str(error))}", soft_wrap=True)
         return []
-    return top_examples(sae, core.slots_C[:top].tolist(), store, tokenizer, n_examples)
 
 
 def _line(example: Example) -> Text:

@@ -7,21 +7,22 @@ from typing import Annotated, Literal
 import tyro
 
 from dmsae.activations import ActivationStream, LiveGroups, StoreGroups
-from dmsae.base_model import choose_device
+from dmsae.base_model import training_device
 from dmsae.commands.cores import load_core, show_distillation
 from dmsae.commands.output import number, out, plain_table
 from dmsae.core import Core
 from dmsae.distill import CycleReport, DistillConfig, distil, distilled_directory
 from dmsae.errors import ConfigError
+from dmsae.fidelity import fidelity
 from dmsae.harvest import Harvest, HarvestConfig, harvest
-from dmsae.learner import Member
+from dmsae.learner import Member, State
 from dmsae.progress import console
-from dmsae.sae import CoreMode, SAEConfig, core_first, matryoshka_prefixes
+from dmsae.sae import CoreMode, SAEConfig, core_first, load_sae, matryoshka_prefixes
 from dmsae.schedule import TrainConfig
 from dmsae.status import stages
 from dmsae.store import Store, default_root, find_store
 from dmsae.train import Outcome, Trainer
-from dmsae.transfer import TransferConfig, require_same_model, transfer
+from dmsae.transfer import TransferConfig, require_latents, require_same_model, transfer
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ class TransferCommand:
     config: Annotated[TransferConfig, tyro.conf.arg(name="")] = field(default_factory=TransferConfig)
     store: str = ""
     """Key of the store to train on. Empty: the one that the core was distilled from."""
+    live: bool = False
+    """Train on activations straight from the model, as the harvest settings describe them; none are kept."""
+    harvest: HarvestConfig = field(default_factory=HarvestConfig)
     recipe: str = ""
     """Take the settings from a recipe: one that ships with dmsae, by name, or a .toml file. Flags win."""
     root: Path | None = None
@@ -103,28 +107,30 @@ def run_train(command: TrainCommand) -> None:
     store = _open_store(command.store, command.root)
     core = load_core(command.core) if command.core else None
     if core is not None:
+        require_latents(core)
         require_same_model(core, store)
     stream = ActivationStream(
         StoreGroups(store, command.config.seed),
         command.config.batch_size,
         command.config.seed,
-        choose_device(command.config.device),
+        training_device(command.config.device),
     )
     member = Member("sae", _sae_config(command, store, core), core.encoder_CD if core else None)
-    made_from = {"store": store.key, "model": store.model, "core": core.digest() if core else None}
+    made_from = {"store": store.key, "model": store.model}
     try:
-        print_outcomes(Trainer([member], command.config, stream, command.out, made_from).run())
+        print_outcomes(Trainer([member], command.config, stream, command.out, made_from).run(), store)
     finally:
         stream.close()
 
 
 def run_distill(command: DistillCommand) -> None:
     """Distil, printing a line per cycle, and then what came of it."""
-    live = LiveGroups(Harvest(command.harvest, command.root)) if command.live else None
+    live = _live(command)
     if command.store:
+        console.print("The harvest settings are not used: --store names a store.")
         store = _open_store(command.store, command.root)
     else:
-        store = harvest(replace(command.harvest, train_tokens=0) if command.live else command.harvest, command.root)
+        store = harvest(replace(command.harvest, train_tokens=0) if live else command.harvest, command.root)
     console.print(f"Store {store.key}: {store.model['name']} at {store.model['hook']}")
     done = distil(command.config, store, command.out, _CyclePrinter(), live)
     out.print()
@@ -136,9 +142,9 @@ def run_transfer(command: TransferCommand) -> None:
     """Train SAEs from a core and print how they fared."""
     core = load_core(command.core)
     store = _open_store(command.store or core.provenance.store, command.root)
-    outcomes = transfer(command.config, core, store, command.out)
+    outcomes = transfer(command.config, core, store, command.out, _live(command))
     out.print(f"SAEs of width {command.config.width:,} from a core of {len(core)} latents, in {command.out}:")
-    print_outcomes(outcomes)
+    print_outcomes(outcomes, store)
 
 
 def run_status(run: Annotated[Path, tyro.conf.Positional]) -> None:
@@ -152,28 +158,35 @@ def run_status(run: Annotated[Path, tyro.conf.Positional]) -> None:
     for stage in found:
         table.add_row(*stage)
     out.print(table)
+    failed = [stage.name for stage in found if stage.state in (State.COLLAPSED, State.DIVERGED)]
     left = [stage.name for stage in found if stage.state in ("waiting", "in progress")]
-    out.print(
-        f"Next: {left[0]}. The command that began this run goes on with it." if left else "Nothing is left to do."
-    )
+    if failed and left:
+        out.print(f"Stopped: {failed[0]} failed. Begin again in a new directory, with a smaller k or a lower lr.")
+    elif left:
+        out.print(f"Next: {left[0]}. The command that began this run goes on with it.")
+    else:
+        out.print("Nothing is left to do.")
 
 
-def print_outcomes(outcomes: list[Outcome]) -> None:
-    """Print a line per trained SAE; sparsity as trained, and as used with thresholds."""
-    table = plain_table("sae", "state", "step", "fve", "L0 core", "L0 other", "fve used", "L0 core", "L0 other", "dead")
+def print_outcomes(outcomes: list[Outcome], store: Store) -> None:
+    """Print a line per trained SAE: held-out figures with its thresholds, and what its last training batch told."""
+    table = plain_table("sae", "state", "step", "FVE", "L0 core", "L0 other", "L0", "train FVE", "dead")
     for one in outcomes:
-        m = one.metrics
+        found = fidelity(load_sae(one.directory), store)
+        core, other = (found.l0_core, found.l0_noncore) if found else (None, None)
         table.add_row(
             one.name,
             one.state,
             f"{one.step:,}",
-            *(number(m.get(name), 3 if "fve" in name else 1) for name in _COLUMNS),
-            str(sum(m["dead_groups"][1:])) if m else "–",
+            number(found.fve if found else None),
+            number(core, 1),
+            number(other, 1),
+            number(core + other if core is not None and other is not None else None, 1),
+            number(one.metrics.get("fve")),
+            str(sum(one.metrics["dead_groups"][1:])) if one.metrics else "–",
         )
     out.print(table)
-
-
-_COLUMNS = ("fve", "l0_core", "l0_noncore", "fve_inference", "l0_core_inference", "l0_noncore_inference")
+    out.print("FVE and L0: held-out text, inference thresholds. train FVE: the last training batch.")
 
 
 class _CyclePrinter:
@@ -190,10 +203,16 @@ class _CyclePrinter:
             share += f" ({100 * report.l0_core / report.n_frozen:.0f} %)"
         core = report.core
         counts = (str(value) for value in (report.cycle, core.size, core.kept, core.new, core.dropped))
-        self._line(*counts, share, number(report.fve), number(report.loss))
+        self._line(*counts, share, number(report.heldout_fve), number(report.train_loss))
 
     def _line(self, *cells: str) -> None:
         out.print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, self._widths, strict=True)))
+
+
+def _live(command: DistillCommand | TransferCommand) -> LiveGroups | None:
+    if command.live and command.store:
+        raise ConfigError("--live trains on what the harvest settings describe: leave out --store.")
+    return LiveGroups(Harvest(command.harvest, command.root)) if command.live else None
 
 
 def _open_store(key: str, root: Path | None) -> Store:

@@ -7,7 +7,7 @@ from dmsae.errors import CheckpointError, ConfigError
 from dmsae.formats import dictionary_learning, saelens
 from dmsae.formats.imported import Imported
 from dmsae.hub import download
-from dmsae.sae import load_sae
+from dmsae.sae import load_sae, read_made_from
 
 __all__ = ["Imported", "load_any", "locate"]
 
@@ -29,7 +29,7 @@ def load_any(path: Path, k: int | None = None, prefixes: Sequence[int] | None = 
     `k` and `prefixes` are for checkpoints that do not say them; what a checkpoint says must not be contradicted.
     """
     if (path / "sae.json").is_file():
-        return Imported(load_sae(path), "dmsae", ()).agreeing(path, k, prefixes)
+        return Imported(load_sae(path), "dmsae", (), read_made_from(path).get("model")).agreeing(path, k, prefixes)
     if (path / dictionary_learning.WEIGHTS_NAME).is_file():
         return dictionary_learning.load(path, k, prefixes)
     if (path / saelens.WEIGHTS_NAME).is_file():

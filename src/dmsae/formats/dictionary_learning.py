@@ -41,8 +41,16 @@ def load(path: Path, k: int | None = None, prefixes: Sequence[int] | None = None
         k=require_said(path, "k", said_k, k),
         prefixes=require_said(path, "prefixes", said_prefixes, None if prefixes is None else list(prefixes)),
         center_input=True,
-        notes=[],
+        notes=_provenance(trainer),
     )
+
+
+def _provenance(trainer: dict[str, Any]) -> list[str]:
+    """Return, as a note, the model and layer that the checkpoint says it was trained on."""
+    said = [
+        f"{name} {trainer[name]}" for name in ("lm_name", "layer", "submodule_name") if trainer.get(name) is not None
+    ]
+    return [f"The checkpoint says of itself: {', '.join(said)}."] if said else []
 
 
 def _read_trainer(path: Path) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class Imported(NamedTuple):
     """Where it came from: `dmsae`, `dictionary_learning` or `saelens`."""
     notes: tuple[str, ...]
     """What was changed or assumed, a sentence each."""
+    model: dict[str, Any] | None = None
+    """Identity of the model it was trained on, where the checkpoint holds one that can be checked."""
 
     def agreeing(self, path: Path, k: int | None, prefixes: Sequence[int] | None) -> "Imported":
         """Return this, unless it contradicts what was asked for."""
