@@ -11,6 +11,7 @@ from torch import Tensor
 from dmsae.errors import ConfigError
 from dmsae.objective import Objective, PrefixReduction, adam, backward_, step_
 from dmsae.sae import SAE, CoreMode, SAEConfig
+from strategies import configs
 
 PARAMETERS = ("W_enc_free", "b_enc", "W_dec", "b_dec")
 
@@ -94,27 +95,9 @@ def assert_same(sae: SAE, x: Tensor, objective: Objective, dead: Tensor | None, 
     assert result.threshold == pytest.approx(noncore.min().item() if len(noncore) else 0.0)
 
 
-@st.composite
-def configs(draw: st.DrawFn) -> SAEConfig:
-    width = draw(st.integers(1, 40))
-    n_core = draw(st.integers(0, min(6, width - 1)))
-    inner = draw(st.sets(st.integers(n_core + 1, width), max_size=4))
-    mode = draw(st.sampled_from(CoreMode))
-    competing = width - (n_core if mode is CoreMode.DENSE else 0)
-    return SAEConfig(
-        d_model=draw(st.integers(2, 12)),
-        width=width,
-        k=draw(st.integers(1, competing)),
-        prefixes=tuple(sorted(inner | {width})),
-        n_core=n_core,
-        core_mode=mode,
-        center_input=draw(st.booleans()),
-    )
-
-
 @settings(max_examples=150, deadline=None)
 @given(
-    config=configs(),
+    config=configs(40, 6, 4, 12),
     seed=st.integers(0, 2**16),
     n_tokens=st.integers(2, 24),
     reduction=st.sampled_from(PrefixReduction),

@@ -20,7 +20,7 @@ from dmsae.config import to_dict
 from dmsae.errors import AttributionError, CheckpointError, ConfigError, StoreError
 from dmsae.quantile import LargestValues, require_quantile
 from dmsae.sae import SAE
-from dmsae.sparse import latent_offsets, select_top
+from dmsae.sparse import latent_offsets
 from dmsae.store import Split, Store
 
 _NAME = "attribution"
@@ -146,18 +146,13 @@ class CandidateCodes:
     def __call__(self, x_BD: Tensor) -> Tensor:
         """Return f̃ [P, B]; all competing latents of the batch compete, whether candidates or not."""
         sae, config = self._sae, self._sae.config
-        input_BD = x_BD - sae.b_dec if config.center_input else x_BD
-        encoders = (sae.W_enc_free,) if config.n_unmasked else (sae.W_enc_core, sae.W_enc_free)
-        bias = sae.b_enc[config.n_unmasked :]
-        active = select_top(input_BD, encoders, bias, config.k * len(x_BD), self._warm_start)
+        active, core_BC = sae.train_codes(x_BD - sae.b_dec if config.center_input else x_BD, self._warm_start)
         self._warm_start = float(active.values_S.min()) if len(active.values_S) else None
-        active.latents_S.add_(config.n_unmasked)
-
         f_PB = x_BD.new_zeros(config.prefixes[0], len(x_BD))
         end = int(latent_offsets(active, config.width)[config.prefixes[0]])
         f_PB[active.latents_S[:end].long(), active.tokens_S[:end].long()] = active.values_S[:end]
-        if n_dense := config.n_unmasked:
-            f_PB[:n_dense] = torch.addmm(sae.b_enc[:n_dense, None], sae.W_enc_core, input_BD.T).relu_()
+        if core_BC is not None:
+            f_PB[: config.n_core] = core_BC.T
         return f_PB
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dmsae.errors import ConfigError
 from dmsae.sae import SAE
-from dmsae.sparse import Active, Gradients, decode, gradients, latent_offsets, select_top
+from dmsae.sparse import Active, Gradients, decode, gradients, latent_offsets
 
 
 class PrefixReduction(StrEnum):
@@ -115,15 +115,10 @@ def backward_(
     centered_BD = x_BD - sae.b_dec
     input_BD = centered_BD if config.center_input else x_BD
 
-    encoders = (sae.W_enc_free,) if config.n_unmasked else (sae.W_enc_core, sae.W_enc_free)
-    bias = sae.b_enc[config.n_unmasked :]
-    active = select_top(input_BD, encoders, bias, config.k * n_tokens, warm_start)
-    active.latents_S.add_(config.n_unmasked)
+    active, core_BC = sae.train_codes(input_BD, warm_start)
     offsets = latent_offsets(active, config.width)
     n_fired = offsets.diff()
-    core_BC = None
-    if config.n_unmasked:
-        core_BC = torch.addmm(sae.b_enc[:n_core], input_BD, sae.W_enc_core.T).relu_()
+    if core_BC is not None:
         n_fired[:n_core] = (core_BC > 0).sum(0)
 
     residuals = _residuals(sae, active, offsets, core_BC, centered_BD)

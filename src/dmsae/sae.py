@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dmsae.artifact import read_artifact, write_artifact
 from dmsae.config import from_dict, to_dict
 from dmsae.errors import CheckpointError, ConfigError
+from dmsae.sparse import Active, select_top
 
 _NAME = "sae"
 _FRACTIONS = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
@@ -138,6 +139,20 @@ class SAE(nn.Module):
         """Return `W_enc (x − b_dec) + b_enc`, [..., K], before any mask."""
         centered = x - self.b_dec if self.config.center_input else x
         return nn.functional.linear(centered, self.W_enc, self.b_enc)
+
+    def train_codes(self, input_BD: Tensor, warm_start: float | None = None) -> tuple[Active, Tensor | None]:
+        """Return the activations under the training-time mask: what BatchTopK keeps, and a dense core's [B, C].
+
+        `input_BD` is what the encoder sees; all latents that compete do, whatever prefix they are in.
+        """
+        n_unmasked = self.config.n_unmasked
+        encoders = (self.W_enc_free,) if n_unmasked else (self.W_enc_core, self.W_enc_free)
+        n_keep = self.config.k * len(input_BD)
+        active = select_top(input_BD, encoders, self.b_enc[n_unmasked:], n_keep, warm_start)
+        active.latents_S.add_(n_unmasked)
+        if not n_unmasked:
+            return active, None
+        return active, torch.addmm(self.b_enc[:n_unmasked], input_BD, self.W_enc_core.T).relu_()
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the activations [..., K] at inference: those above their latent's threshold."""
