@@ -162,3 +162,21 @@ def test_every_shipped_recipe_fits_its_configs() -> None:
     for name in recipe_names():
         sections = read_sections(name)
         sections["distill"].sae(576, 0)
+
+
+def test_a_harvest_that_cannot_be_met_leaves_no_store(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["harvest", "--recipe", str(recipe), "--train-tokens", "9000000"])
+    assert "too small" in capsys.readouterr().err
+    main(["store", "list"])
+    assert "No stores under" in capsys.readouterr().out
+
+
+def test_a_train_table_meant_for_a_distillation_is_pointed_out(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = recipe.read_text(encoding="utf8")
+    recipe.write_text(text.replace("[distill.train]", "[transfer.attribution]").split("[transfer.attribution]")[0])
+    with pytest.raises(SystemExit):
+        main(["distill", "--recipe", str(recipe), "--store", "none", "--out", str(tmp_path / "run")])
+    assert "[distill.train] counts" in capsys.readouterr().err.replace("\n", " ")

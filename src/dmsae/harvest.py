@@ -4,6 +4,7 @@ Each shard is a function of its contexts, the model and the seed alone. So a har
 started again ends with the same bytes as one that never was.
 """
 
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from torch import Tensor
 from dmsae import store as stores
 from dmsae.base_model import DTYPES, BaseModel, DtypeName, ModelConfig, ModelIdentity, identify, load_tokenizer
 from dmsae.config import to_dict
-from dmsae.errors import ConfigError, CorpusError, ModelError, StoreError
+from dmsae.errors import ConfigError, CorpusError, DmsaeError, ModelError, StoreError
 from dmsae.files import canonical_hash, human_bytes, require_space
 from dmsae.progress import console, human_seconds, progress
 from dmsae.seeds import generator
@@ -113,7 +114,12 @@ class Harvest:
             if stores.is_complete(self.path):  # another process finished it just before we had the lock
                 return Store.open(self.path)
             writer = StoreWriter(self.path, self.request)
-            tokens = self._tokens(writer)
+            try:
+                tokens = self._tokens(writer)
+            except DmsaeError:
+                if not writer.records:  # the request cannot be met: leave nothing that looks like a store
+                    shutil.rmtree(self.path)
+                raise
             estimate = self.estimate(tokens)
             missing_bytes = self._missing_bytes(writer, estimate)
             require_space(self.path, missing_bytes, f"The store {self.path.name}")
@@ -265,8 +271,13 @@ class Harvest:
         counts = ", ".join(f"{split}: {kept[split]:,} of {self.config.wanted(split):,}" for split in Split)
         return (
             f"The corpus {self.config.text.source!r} is too small for what is asked ({counts}). Ask for fewer tokens, "
-            "move text.heldout_fraction, or give more text. The model has not been run."
+            f"move text.heldout_fraction, or give more text. {self._documents_hint()}The model has not been run."
         )
+
+    def _documents_hint(self) -> str:
+        if self.config.text.txt_documents == "paragraph" and any(".txt" in path.name for path in self.corpus.files):
+            return "In a .txt file blank lines part documents; for one per line set text.txt_documents to 'line'. "
+        return ""
 
 
 class ShardMaker:

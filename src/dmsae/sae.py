@@ -91,7 +91,8 @@ def core_first(prefixes: tuple[int, ...], n_core: int) -> tuple[int, ...]:
     """Return a nesting with the core before its groups; the last group gives up the room that the core takes."""
     if len(prefixes) > 1 and prefixes[-2] + n_core >= prefixes[-1]:
         raise ConfigError(
-            f"n_core is {n_core}; prefixes {prefixes} leave room for at most {prefixes[-1] - prefixes[-2] - 1}."
+            f"n_core is {n_core}, but width {prefixes[-1]} with prefixes {prefixes} leaves room for at most "
+            f"{prefixes[-1] - prefixes[-2] - 1} core latents. Choose a larger width, or smaller prefixes."
         )
     return (*(size + n_core for size in prefixes[:-1]), prefixes[-1])
 

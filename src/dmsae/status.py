@@ -39,7 +39,7 @@ def _training(directory: Path, settings: dict[str, Any]) -> list[Stage]:
         if (directory / name / STATUS).is_file():
             outcome = read_outcome(directory / name)
             done = outcome.state == "finished"
-            note = f"fve {outcome.metrics['fve']:.3f}" if done and outcome.metrics else outcome.cause
+            note = f"train FVE {outcome.metrics['fve']:.3f}" if done and outcome.metrics else outcome.cause
             found.append(Stage(name, "done" if done else outcome.state, note))
         elif step:
             found.append(Stage(name, "in progress", f"checkpoint at step {step:,} of {steps:,}"))

@@ -10,6 +10,7 @@ from dmsae.activations import ActivationStream, LiveGroups, StoreGroups
 from dmsae.base_model import training_device
 from dmsae.commands.cores import load_core, show_distillation
 from dmsae.commands.output import number, out, plain_table
+from dmsae.config import read_recipe
 from dmsae.core import Core
 from dmsae.distill import CycleReport, DistillConfig, distil, distilled_directory
 from dmsae.errors import ConfigError
@@ -20,7 +21,7 @@ from dmsae.progress import console
 from dmsae.sae import CoreMode, SAEConfig, core_first, load_sae, matryoshka_prefixes
 from dmsae.schedule import TrainConfig
 from dmsae.status import stages
-from dmsae.store import Store, default_root, find_store
+from dmsae.store import Split, Store, default_root, find_store
 from dmsae.train import Outcome, Trainer
 from dmsae.transfer import TransferConfig, require_latents, require_same_model, transfer
 
@@ -125,13 +126,16 @@ def run_train(command: TrainCommand) -> None:
 
 def run_distill(command: DistillCommand) -> None:
     """Distil, printing a line per cycle, and then what came of it."""
+    command.config.sae(d_model=1, n_core=0)  # impossible shapes are refused before anything is harvested
+    _mind_train_table(command.recipe, "distill")
     live = _live(command)
     if command.store:
-        console.print("The harvest settings are not used: --store names a store.")
         store = _open_store(command.store, command.root)
+        console.print("--store names a store: the harvest settings are not used.")
     else:
         store = harvest(replace(command.harvest, train_tokens=0) if live else command.harvest, command.root)
     console.print(f"Store {store.key}: {store.model['name']} at {store.model['hook']}")
+    _print_length(command.config.train, command.harvest.train_tokens if live else store.n_rows(Split.TRAIN))
     done = distil(command.config, store, command.out, _CyclePrinter(), live)
     out.print()
     show_distillation(done)
@@ -140,8 +144,10 @@ def run_distill(command: DistillCommand) -> None:
 
 def run_transfer(command: TransferCommand) -> None:
     """Train SAEs from a core and print how they fared."""
+    _mind_train_table(command.recipe, "transfer")
     core = load_core(command.core)
     store = _open_store(command.store or core.provenance.store, command.root)
+    _print_length(command.config.train, command.harvest.train_tokens if command.live else store.n_rows(Split.TRAIN))
     outcomes = transfer(command.config, core, store, command.out, _live(command))
     out.print(f"SAEs of width {command.config.width:,} from a core of {len(core)} latents, in {command.out}:")
     print_outcomes(outcomes, store)
@@ -170,12 +176,14 @@ def run_status(run: Annotated[Path, tyro.conf.Positional]) -> None:
 
 def print_outcomes(outcomes: list[Outcome], store: Store) -> None:
     """Print a line per trained SAE: held-out figures with its thresholds, and what its last training batch told."""
-    table = plain_table("sae", "state", "step", "FVE", "L0 core", "L0 other", "L0", "train FVE", "dead")
+    table = plain_table("sae", "k", "state", "step", "FVE", "L0 core", "L0 other", "L0", "train FVE", "dead")
     for one in outcomes:
-        found = fidelity(load_sae(one.directory), store)
+        sae = load_sae(one.directory)
+        found = fidelity(sae, store)
         core, other = (found.l0_core, found.l0_noncore) if found else (None, None)
         table.add_row(
             one.name,
+            str(sae.config.k),
             one.state,
             f"{one.step:,}",
             number(found.fve if found else None),
@@ -187,6 +195,7 @@ def print_outcomes(outcomes: list[Outcome], store: Store) -> None:
         )
     out.print(table)
     out.print("FVE and L0: held-out text, inference thresholds. train FVE: the last training batch.")
+    out.print("k: what BatchTopK keeps per token; beside a dense core the target's share of the other latents.")
 
 
 class _CyclePrinter:
@@ -194,10 +203,9 @@ class _CyclePrinter:
 
     _widths = (5, 5, 5, 5, 7, 16, 7, 8)
 
-    def __init__(self) -> None:
-        self._line("cycle", "core", "kept", "new", "dropped", "L0 of the core", "FVE", "loss")
-
     def __call__(self, report: CycleReport) -> None:
+        if report.cycle == 0:
+            self._line("cycle", "core", "kept", "new", "dropped", "L0 of the core", "FVE", "loss")
         share = f"{report.l0_core:.1f} of {report.n_frozen}" if report.n_frozen else "–"
         if report.n_frozen:
             share += f" ({100 * report.l0_core / report.n_frozen:.0f} %)"
@@ -207,6 +215,22 @@ class _CyclePrinter:
 
     def _line(self, *cells: str) -> None:
         out.print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, self._widths, strict=True)))
+
+
+def _print_length(config: TrainConfig, n_rows: int) -> None:
+    """Say how long each training is, before it begins."""
+    steps = config.schedule().steps
+    epochs = steps * config.batch_size / max(n_rows, 1)
+    console.print(f"Each training: {steps:,} steps of {config.batch_size:,} activations, {epochs:.3g} epochs.")
+
+
+def _mind_train_table(recipe: str, section: str) -> None:
+    """Say so when a recipe's [train] table looks as if it were meant for another command."""
+    settings = read_recipe(recipe) if recipe else {}
+    if "train" in settings and "train" not in settings.get(section, {}):
+        console.print(
+            f"Mind: [train] is for 'dmsae train'; here [{section}.train] counts.", style="yellow", markup=False
+        )
 
 
 def _live(command: DistillCommand | TransferCommand) -> LiveGroups | None:
