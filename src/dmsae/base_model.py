@@ -259,10 +259,11 @@ class BaseModel:
 
     def _next_token_losses(self, tokens_NL: Tensor) -> Tensor:
         """Return the cross-entropy [N, L] of each position's next token, 0 where there is none."""
-        logits = self._forward(tokens_NL).logits[:, :-1].float()
-        targets = tokens_NL[:, 1:].to(self.device, torch.int64)
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="none")
-        return F.pad(losses.view(targets.shape), (0, 1))
+        # The targets are shifted, not the logits: a slice of those would be copied, and its gradient again.
+        logits_NLV = self._forward(tokens_NL).logits.float()
+        targets_NL = F.pad(tokens_NL[:, 1:], (0, 1), value=PAD).to(self.device, torch.int64)
+        losses = F.cross_entropy(logits_NLV.flatten(0, 1), targets_NL.flatten(), ignore_index=PAD, reduction="none")
+        return losses.view(targets_NL.shape)
 
     def _forward(self, tokens_NL: Tensor) -> Any:
         # Padding stands only at the end of a context: a causal model's earlier positions never see it.
