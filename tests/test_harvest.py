@@ -20,7 +20,8 @@ from conftest import build_model
 from dmsae.base_model import BaseModel, ModelConfig
 from dmsae.config import to_dict
 from dmsae.errors import BusyError, CorpusError, DiskSpaceError, ModelError, StoreError
-from dmsae.harvest import Harvest, HarvestConfig, cast, harvest
+from dmsae.files import human_bytes
+from dmsae.harvest import Harvest, HarvestConfig, ShardMaker, cast, harvest
 from dmsae.store import Split, Store, StoreWriter
 from dmsae.text import TextConfig
 
@@ -235,6 +236,40 @@ def test_splits_that_are_not_wanted_cost_nothing(tiny_config: MakeConfig, tmp_pa
     store = harvest(tiny_config(pair_tokens=0, heldout_tokens=0), tmp_path)
     assert [store.n_rows(split) for split in Split] == [0, 0, 2000]
     assert len(store.tokens(Split.PAIRS)["tokens"]) == 0
+
+
+def test_pairs_come_in_smaller_files_because_each_costs_more(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    store = harvest(tiny_config(), tmp_path)
+    most = {split: max(record.rows for record in store.shards(split)) for split in Split}
+    assert most[Split.PAIRS] <= 256 // 8 < most[Split.HELDOUT] <= 256
+    assert len(store.shards(Split.PAIRS)) >= 200 / 32
+
+
+def test_what_is_left_of_an_interrupted_harvest_is_said(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stopped(Exception):
+        pass
+
+    def broken(self: ShardMaker, split: Split, *args: Any) -> Any:
+        if split is Split.TRAIN:
+            raise Stopped
+        return really(self, split, *args)
+
+    really = ShardMaker._run
+    job = Harvest(tiny_config(), tmp_path)
+    estimate = job.dry_run()
+    with monkeypatch.context() as patched:
+        patched.setattr(ShardMaker, "_run", broken)
+        patched.setattr(Harvest, "estimate", lambda *_: estimate)
+        with pytest.raises(Stopped):
+            job.run()
+    capsys.readouterr()
+    store = harvest(tiny_config(), tmp_path)
+    n_done = len(store.shards(Split.PAIRS)) + len(store.shards(Split.HELDOUT))
+    done_bytes = 200 * (16 * (4 + 4) + 8) + 300 * (16 * 4 + 8)
+    left = human_bytes(sum(estimate.size_bytes.values()) - done_bytes)
+    assert f"{n_done} finished shards are there already, {left} to write, about" in capsys.readouterr().err
 
 
 def test_stopped_after_every_file_ends_the_same(

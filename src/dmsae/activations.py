@@ -102,7 +102,7 @@ class LiveGroups:
     def _token_shards(self) -> Iterator[tuple[Tensor, int]]:
         """Yield the tokens and row count of each shard of the training split."""
         found = ((c.tokens_L, count) for split, c, count in self._harvest.stream() if split is Split.TRAIN)
-        while block := list(islice(found, self._harvest.config.shard_contexts)):
+        while block := list(islice(found, self._harvest.config.shard_contexts(Split.TRAIN))):
             yield torch.from_numpy(np.stack([tokens for tokens, _ in block])), sum(count for _, count in block)
 
 

@@ -29,6 +29,8 @@ from dmsae.text import Corpus, Document, TextConfig
 from dmsae.tokens import Context, KeepMask, Packer, TokenConfig, has_target
 
 Shard = dict[str, Tensor]
+_PAIRS_SHARE = 8
+"""How many times smaller the shards of pairs are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class HarvestConfig:
     gradient_dtype: DtypeName = "float32"
     """How g is stored. Gradients are small: 16 bits may lose them."""
     shard_tokens: int = 65_536
-    """Positions per file, before dropping."""
+    """Positions per file, before dropping. Pairs, which cost far more each, get an eighth of it: an interrupted harvest
+    loses no more than the file it was at."""
     max_norm_ratio: float | None = 10.0
     """Drop activations whose norm exceeds this multiple of the median norm in their shard. None: keep all."""
     batch_contexts: int = 8
@@ -78,10 +81,10 @@ class HarvestConfig:
             Split.TRAIN: self.train_tokens,
         }[split]
 
-    @property
-    def shard_contexts(self) -> int:
-        """Contexts per shard."""
-        return self.shard_tokens // self.tokens.context_length
+    def shard_contexts(self, split: Split) -> int:
+        """Return how many contexts a shard of a split is made from."""
+        share = _PAIRS_SHARE if split is Split.PAIRS else 1
+        return max(1, self.shard_tokens // self.tokens.context_length // share)
 
 
 class Estimate(NamedTuple):
@@ -121,11 +124,13 @@ class Harvest:
                     shutil.rmtree(self.path)
                 raise
             estimate = self.estimate(tokens)
-            missing_bytes = self._missing_bytes(writer, estimate)
+            missing_bytes, missing_seconds = self._missing(writer, estimate)
             require_space(self.path, missing_bytes, f"The store {self.path.name}")
+            n_shards = len(writer.records) - len(Split)
+            resumed = f"{n_shards} finished shards are there already, " if n_shards else ""
             console.print(
-                f"Store {self.path.name}: {human_bytes(missing_bytes)} to write; all of it would take about "
-                f"{human_seconds(sum(estimate.seconds.values()))}.",
+                f"Store {self.path.name}: {resumed}{human_bytes(missing_bytes)} to write, about "
+                f"{human_seconds(missing_seconds)}.",
                 soft_wrap=True,
             )
             for split in Split:
@@ -244,7 +249,7 @@ class Harvest:
         left = self.config.wanted(split)
         pending: Future[FileRecord] | None = None
         with progress(f"harvest {split}", left, "tok") as bar, ThreadPoolExecutor(1) as background:
-            for index, block_NL in enumerate(tokens_NL.split(self.config.shard_contexts)):
+            for index, block_NL in enumerate(tokens_NL.split(self.config.shard_contexts(split))):
                 quota = min(left, int(countable(split, self.model.keep_mask, block_NL).sum()))
                 left -= quota
                 if shard_file(split, index) in writer.records:
@@ -258,14 +263,14 @@ class Harvest:
             if pending is not None:
                 pending.result()
 
-    def _missing_bytes(self, writer: StoreWriter, estimate: Estimate) -> int:
-        done = sum(
-            record.rows * _row_bytes(self.config, split, estimate.d_model)
-            for split in Split
-            for record in writer.records.values()
-            if record.file.startswith(f"{split}/")
-        )
-        return sum(estimate.size_bytes.values()) - done
+    def _missing(self, writer: StoreWriter, estimate: Estimate) -> tuple[int, float]:
+        """Return the bytes and seconds of what is not there yet."""
+        size_bytes, seconds = 0, 0.0
+        for split, rows in estimate.rows.items():
+            done = sum(record.rows for record in writer.records.values() if record.file.startswith(f"{split}/"))
+            size_bytes += estimate.size_bytes[split] - done * _row_bytes(self.config, split, estimate.d_model)
+            seconds += estimate.seconds[split] * (1 - done / rows) if rows else 0
+        return size_bytes, seconds
 
     def _too_small(self, kept: dict[Split, int]) -> str:
         counts = ", ".join(f"{split}: {kept[split]:,} of {self.config.wanted(split):,}" for split in Split)
@@ -307,7 +312,7 @@ class ShardMaker:
         shard = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         context, position = keep_NL.nonzero(as_tuple=True)
         if split is not Split.TRAIN:
-            first = index * self._config.shard_contexts
+            first = index * self._config.shard_contexts(split)
             shard |= {"context": (context + first).to(torch.int32), "position": position.to(torch.int32)}
         return self._select(split, shard, index, dropped), dropped
 

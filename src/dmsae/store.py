@@ -31,7 +31,7 @@ from dmsae.config import to_dict
 from dmsae.errors import StoreCorruptError, StoreError, nearest
 from dmsae.files import canonical_hash, exclusive_lock, sha256_of, write_bytes, write_json
 
-FORMAT = 1
+FORMAT = 2
 _REQUEST, _JOURNAL, _COMPLETE, _LOCK = "request.json", "shards.jsonl", "store.json", ".lock"
 
 
