@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,40 @@ def test_harvest_list_show_verify_remove(
 
     assert "Removed" in run("store", "remove", key)
     assert not (Path(root) / key).exists()
+
+
+def test_a_polite_kill_is_answered_and_the_same_command_goes_on(
+    tiny_config: Callable[..., HarvestConfig], tmp_path: Path
+) -> None:
+    config = tiny_config()
+    arguments = ["harvest", "--root", str(tmp_path), "--model.name", config.model.name, "--model.hook", "0"]
+    arguments += ["--text.source", config.text.source, "--text.txt-documents", "line", "--tokens.context-length", "16"]
+    arguments += ["--text.heldout-fraction", "0.2", "--shard-tokens", "256", "--batch-contexts", "1"]
+    arguments += ["--train-tokens", "800", "--heldout-tokens", "100", "--pair-tokens", "50"]
+    slow = "import sys, time; from dmsae import harvest, cli; run = harvest.ShardMaker._run;"
+    slow += "harvest.ShardMaker._run = lambda *a: (time.sleep(0.05), run(*a))[1]; cli.main(sys.argv[1:])"
+    process = subprocess.Popen([sys.executable, "-c", slow, *arguments], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("*/train/*.safetensors")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.terminate()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "the same command goes on from there" in errors
+    assert "Traceback" not in errors
+    assert not list(tmp_path.glob("*/store.json"))
+    cli.main(arguments)
+    assert list(tmp_path.glob("*/store.json"))
+
+
+def test_an_error_in_a_recipe_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[distill]\nwidht = 64\n")
+    with pytest.raises(SystemExit):
+        cli.main(["distill", "--recipe", str(recipe), "--out", str(tmp_path / "run")])
+    assert f"Recipe {recipe}: Unknown setting distill.widht. Did you mean 'width'?" in capsys.readouterr().err
 
 
 def _toml(values: dict[str, Any], path: str = "") -> str:

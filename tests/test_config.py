@@ -67,8 +67,8 @@ def test_nested_enum_path_and_tuples_round_trip() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"inner": {"needed": 1}, "rat": 1.0}, r"Unknown setting 'rat' for Outer\. Did you mean 'rate'"),
-        ({"inner": {"needed": 1, "nmes": []}}, r"inner\.'nmes'.*Did you mean 'names'"),
+        ({"inner": {"needed": 1}, "rat": 1.0}, r"Unknown setting rat\. Did you mean 'rate'"),
+        ({"inner": {"needed": 1, "nmes": []}}, r"inner\.nmes.*Did you mean 'names'"),
         ({"inner": {}}, r"Inner needs inner\.needed"),
         ({}, r"Outer needs inner"),
         ({"inner": 3}, r"inner = 3 is of type int"),
@@ -81,7 +81,7 @@ def test_nested_enum_path_and_tuples_round_trip() -> None:
         ({"inner": {"needed": 1}, "colour": "bleu"}, r"colour = 'bleu' is not allowed\. Did you mean 'blue'"),
         ({"inner": {"needed": 1}, "mode": "fsat"}, r"mode = 'fsat' is not allowed\. Did you mean 'fast'"),
         ({"inner": {"needed": 1}, "where": 3}, r"where = 3 is not one of"),
-        ({"inner": {"needed": 1}, "many": [{"needed": 1}, {"need": 2}]}, r"many\[1\]\.'need'"),
+        ({"inner": {"needed": 1}, "many": [{"needed": 1}, {"need": 2}]}, r"many\[1\]\.need\b"),
     ],
 )
 def test_wrong_settings_are_named(values: dict[str, Any], message: str) -> None:

@@ -93,14 +93,14 @@ def test_text_that_cannot_be_encoded_is_mended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n\n{"text": \n', r"a\.jsonl, line 3 is not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n\n{"text": \n', r"a\.jsonl, line 3 is not JSON: Expecting value\."),
+        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl, line 1 holds int under 'text', expected text\. Set text\.field"),
         (
             "a.jsonl",
             b'{"text": "x"}\n{"txt": "y"}\n',
             r"a\.jsonl, line 2 has no text under 'text'\. Did you mean 'txt'",
         ),
-        ("a.jsonl", b'{"text": 5}\n', r"a\.jsonl, line 1 has no text"),
-        ("a.jsonl", b"[1]\n", r"a\.jsonl, line 1 has no text"),
+        ("a.jsonl", b"[1]\n", r"a\.jsonl, line 1 holds a list; expected an object"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl cannot be read as \.jsonl: .*utf-8"),
         ("a.csv", b"txt,id\nx,1\n", r"a\.csv has no column 'text'\. Did you mean 'txt'"),
         ("a.csv", b"", r"a\.csv has no column 'text'"),

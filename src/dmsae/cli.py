@@ -3,7 +3,9 @@
 Settings come from the defaults, then from the recipe (`--recipe`), then from flags.
 """
 
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from inspect import cleandoc
 from typing import Annotated, Any
@@ -36,7 +38,10 @@ def read_sections(recipe: str) -> dict[str, Any]:
     settings = read_recipe(recipe) if recipe else {}
     if unknown := [section for section in settings if section not in SECTIONS]:
         raise ConfigError(f"Recipe {recipe} has an unknown section {unknown[0]!r}. {nearest(unknown[0], SECTIONS)}")
-    return {name: from_dict(config, settings.get(name, {}), f"{name}.") for name, config in SECTIONS.items()}
+    try:
+        return {name: from_dict(config, settings.get(name, {}), f"{name}.") for name, config in SECTIONS.items()}
+    except ConfigError as error:
+        raise ConfigError(f"Recipe {recipe}: {error}") from error
 
 
 def _app(recipe: str) -> tyro.extras.SubcommandApp:
@@ -92,6 +97,8 @@ def _recipe_in(arguments: Sequence[str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; an error that the user can act on is printed without a traceback."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is told what Ctrl-C is told
     if arguments == ["--version"]:
         out.print(f"dmsae {__version__}")
         return

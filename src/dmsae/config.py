@@ -40,7 +40,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            raise ConfigError(f"Unknown setting {where}{key!r} for {cls.__name__}. {nearest(key, known)}")
+            raise ConfigError(f"Unknown setting {where}{key}. {nearest(key, known)}")
     built = {key: _convert(hints[key], value, f"{where}{key}") for key, value in values.items()}
     try:
         return cls(**built)

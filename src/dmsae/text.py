@@ -250,11 +250,15 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise CorpusError(f"{path}, line {number} is not JSON: {error}.") from error
-            if not isinstance(record, dict) or not isinstance(record.get(field), str):
-                keys = record if isinstance(record, dict) else ()
-                raise CorpusError(f"{path}, line {number} has no text under {field!r}. {nearest(field, keys)}")
-            yield _as_text(record[field], path, field)
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else _first_line(error)
+                raise CorpusError(f"{path}, line {number} is not JSON: {reason}.") from error
+            if not isinstance(record, dict):
+                raise CorpusError(f"{path}, line {number} holds a {type(record).__name__}; expected an object.")
+            if field not in record:
+                raise CorpusError(
+                    f"{path}, line {number} has no text under {field!r}. {nearest(field, record)} Set text.field."
+                )
+            yield _as_text(record[field], f"{path}, line {number}", field)
 
 
 def _read_csv(path: Path, field: str) -> Iterator[str]:
