@@ -1,10 +1,11 @@
-"""Our step against `dictionary-learning` 0.1.0 from PyPI: same start, same batches, same losses, same weights.
+"""Our learner against `dictionary-learning` 0.1.0 from PyPI: same start, same batches, same losses, same weights.
 
 Parity covers what the published Matryoshka baselines were trained with: the encoder, BatchTopK, the 1/G² weighting of
-prefixes, the auxiliary loss, the projection of decoder gradients, clipping, Adam and renormalisation. It ends at about
-one part in a million, for three reasons: the package divides by ‖w‖ + 1e-6 when it projects (we take rows to have unit
-norm), adds a machine epsilon to the norm when it renormalises, and computes the auxiliary loss in float32 whatever the
-weights are in. It has no core, so cores are compared with the dense reference in `test_objective.py` only.
+prefixes, the dead window and the auxiliary loss, the projection of decoder gradients, clipping, Adam and its decay,
+renormalisation, the averaged threshold. It ends at about one part in a million, for three reasons: the package divides
+by ‖w‖ + 1e-6 when it projects (we take rows to have unit norm), adds a machine epsilon to the norm when it
+renormalises, and computes the auxiliary loss in float32 whatever the weights are in. It has no core, so cores are
+compared with the dense reference in `test_objective.py` only.
 """
 
 import importlib
@@ -17,8 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from dmsae.objective import Objective, PrefixReduction, adam, backward_, step_
-from dmsae.sae import SAE, SAEConfig, matryoshka_prefixes
+from dmsae.learner import Learner, Member
+from dmsae.objective import Objective, PrefixReduction
+from dmsae.sae import SAEConfig, matryoshka_prefixes
+from dmsae.schedule import TrainConfig
 
 D, K, N_TOKENS, N_STEPS = 16, 64, 64, 80
 DEAD_AFTER_TOKENS = 5 * N_TOKENS
@@ -72,8 +75,10 @@ def test_eighty_steps_equal_the_published_trainer(peer: Any, k: int) -> None:
         lm_name="none",
         group_fractions=[1 / 32, 1 / 16, 1 / 8, 1 / 4, 17 / 32],
         lr=3e-3,
-        warmup_steps=10,
+        warmup_steps=0,  # its warm-up begins at a rate of zero, ours one step further
         decay_start=60,
+        threshold_beta=0.9,
+        threshold_start_step=29,  # it begins after that step
         seed=0,
         device="cpu",
     )
@@ -82,28 +87,34 @@ def test_eighty_steps_equal_the_published_trainer(peer: Any, k: int) -> None:
     theirs.b_enc.data[::5] = -1.3  # these latents lose every competition, die, and are what the auxiliary loss sees
     data = batches()
 
-    sae = SAE(SAEConfig(D, K, k, matryoshka_prefixes(K))).double()
+    config = TrainConfig(
+        tokens=N_STEPS * N_TOKENS,
+        batch_size=N_TOKENS,
+        lr=3e-3,
+        warmup_steps=0,
+        decay_fraction=20 / N_STEPS,
+        objective=Objective(PrefixReduction.SAEBENCH),
+        threshold_start=30,
+        threshold_beta=0.9,
+        dead_after_tokens=DEAD_AFTER_TOKENS,
+    )
+    member = Member("ours", SAEConfig(D, K, k, matryoshka_prefixes(K)))
+    learner = Learner(member, config, config.schedule(), trainer.geometric_median(data[0]))
+    sae = learner.sae.double()
     with torch.no_grad():
         sae.W_dec.copy_(theirs.W_dec)
         sae.W_enc_free.copy_(theirs.W_enc.T)
         sae.b_enc.copy_(theirs.b_enc)
-        sae.b_dec.copy_(trainer.geometric_median(data[0]))
-    optimiser = adam(sae, lr=0.0)
-    objective = Objective(PrefixReduction.SAEBENCH)
-    since_fired = torch.zeros(K, dtype=torch.long)
-    warm_start, n_aux_steps = None, 0
+        sae.b_dec.copy_(trainer.geometric_median(data[0]))  # again: it was rounded to single precision
+    n_aux_steps = 0
     for step, x in enumerate(data):
-        optimiser.param_groups[0]["lr"] = trainer.scheduler.get_last_lr()[0]
-        since_fired += len(x)
-        result = backward_(sae, x, objective, since_fired >= DEAD_AFTER_TOKENS, warm_start)
-        since_fired[result.n_fired > 0] = 0
-        step_(sae, optimiser, result.grad_norm, 1.0)
-        warm_start = result.warm_start
+        result = learner.advance(step, x, variance=float(x.var(0).sum()))
         n_aux_steps += result.aux_loss > 0
         assert result.loss == pytest.approx(trainer.update(step, x), rel=2e-6), f"step {step}"
-        assert torch.equal(since_fired, trainer.num_tokens_since_fired)
+        assert torch.equal(learner.idle_tokens_K, trainer.num_tokens_since_fired)
 
     assert n_aux_steps > 20
+    assert learner.threshold == pytest.approx(float(theirs.threshold), rel=1e-5)
     for ours, their in [(sae.W_enc, theirs.W_enc.T), (sae.W_dec, theirs.W_dec)]:
         torch.testing.assert_close(ours, their, rtol=0, atol=2e-5)
     for name in ("b_enc", "b_dec"):

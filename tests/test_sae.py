@@ -170,7 +170,7 @@ def edit_by_hand(directory: Path) -> None:
         (lambda d: (d / "sae.json").write_text("[]"), "not the JSON"),
         (lambda d: (d / "sae.safetensors").write_bytes(b"junk"), "not the file"),
         (edit_by_hand, "has changed"),
-        (edit_config(lambda c: c.update(depth=1)), "Unknown setting 'depth'"),
+        (edit_config(lambda c: c.update(depth=1)), "Unknown setting depth"),
         (edit_config(lambda c: c.pop("k")), "needs k"),
         (edit_config(lambda c: c.update(k=0)), "k is 0"),
         (edit_config(lambda c: c.update(core_mode="soft")), "core_mode"),

@@ -29,13 +29,10 @@ class Member:
     core_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
-        expected = (self.sae.n_core, self.sae.d_model)
-        given = (0, self.sae.d_model) if self.core_rows is None else tuple(self.core_rows.shape)
-        if given != expected:
-            raise ConfigError(f"{self.name}: core_rows has shape {given}; n_core and d_model ask for {expected}.")
-        if self.core_rows is not None and not (finite := self.core_rows.isfinite().all(1)).all():
-            row = int((~finite).nonzero()[0])
-            raise ConfigError(f"{self.name}: core_rows is not finite in row {row}. Check where the core came from.")
+        try:
+            self.sae.check_core_rows(self.core_rows)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
 
     def core_sha256(self) -> str | None:
         """Return a hash of the core's rows, or None without a core."""
@@ -94,6 +91,7 @@ class Learner:
         if step >= self._schedule.threshold_start and result.threshold > 0:
             beta = self._schedule.threshold_beta if self.threshold is not None else 0.0
             self.threshold = beta * (self.threshold or 0.0) + (1 - beta) * result.threshold
+            self.sae.set_threshold_(self.threshold)
         self._watch(step + 1, 1 - float(result.prefix_errors[-1]) / variance)
         return result
 
@@ -110,22 +108,18 @@ class Learner:
         """Return a copy of the SAE as it is used: on raw activations, with its thresholds."""
         sae = SAE(self.sae.config).to(self.sae.W_dec.device)
         sae.load_state_dict(self.sae.state_dict())
-        sae.set_threshold_(self.threshold or 0.0)
         sae.fold_scale_(scale)
         return sae
 
     @torch.no_grad()
     def as_used(self, x_BD: Tensor) -> dict[str, float]:
         """Return sparsity and explained variance as they are at inference, with thresholds."""
-        config = self.sae.config
-        threshold_K = torch.zeros_like(self.sae.threshold)
-        threshold_K[config.n_unmasked :] = self.threshold or 0.0
-        f_BK = self.sae.pre_activations(x_BD).relu_()
-        f_BK *= f_BK > threshold_K
+        n_core = self.sae.config.n_core
+        f_BK = self.sae.encode(x_BD)
         error = (x_BD - self.sae.decode(f_BK)).square().sum(1).mean()
         return {
-            "l0_core_inference": float((f_BK[:, : config.n_core] > 0).sum(1).float().mean()),
-            "l0_noncore_inference": float((f_BK[:, config.n_core :] > 0).sum(1).float().mean()),
+            "l0_core_inference": float((f_BK[:, :n_core] > 0).sum(1).float().mean()),
+            "l0_noncore_inference": float((f_BK[:, n_core:] > 0).sum(1).float().mean()),
             "fve_inference": 1 - float(error / (x_BD - x_BD.mean(0)).square().sum(1).mean()),
         }
 

@@ -79,6 +79,15 @@ class SAEConfig:
         """Number of latents that compete in BatchTopK."""
         return self.width - self.n_unmasked
 
+    def check_core_rows(self, core_rows: Tensor | None) -> None:
+        """Raise unless encoder rows are such as this SAE's core needs."""
+        given = (0, self.d_model) if core_rows is None else tuple(core_rows.shape)
+        if given != (self.n_core, self.d_model):
+            raise ConfigError(f"core_rows has shape {given}; n_core and d_model ask for {(self.n_core, self.d_model)}.")
+        if core_rows is not None and not (finite := core_rows.isfinite().all(1)).all():
+            row = int((~finite).nonzero()[0])
+            raise ConfigError(f"core_rows is not finite in row {row}. Check where the core came from.")
+
 
 def matryoshka_prefixes(width: int) -> tuple[int, ...]:
     """Return the published nesting: groups of 1/32, 1/16, 1/8, 1/4 of `width` and the rest, as cumulative sizes."""
@@ -118,11 +127,7 @@ class SAE(nn.Module):
     @torch.no_grad()
     def init(cls, config: SAEConfig, generator: torch.Generator, core_rows: Tensor | None = None) -> Self:
         """Return a fresh SAE: random unit decoder rows, new encoder rows equal to them, biases 0."""
-        given = (0, config.d_model) if core_rows is None else tuple(core_rows.shape)
-        if given != (config.n_core, config.d_model):
-            raise ConfigError(
-                f"core_rows has shape {given}; n_core and d_model ask for {(config.n_core, config.d_model)}."
-            )
+        config.check_core_rows(core_rows)
         sae = cls(config)
         sae.W_dec.normal_(generator=generator)
         sae.renormalise_()
