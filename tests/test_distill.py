@@ -63,12 +63,17 @@ def files_of(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_directions_that_carry_gradient_are_selected_and_persist(planted: Planted, run: Path) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_directions_that_carry_gradient_are_recovered(seed: int, tmp_path: Path) -> None:
     """Half of the planted directions carry loss gradient; the other half fire as often and carry none."""
-    core = Core.load(distilled_directory(run))
-    nearest = (torch.nn.functional.normalize(core.encoder_CD, dim=1) @ planted.directions.T).abs().argmax(dim=1)
+    planted = planted_store(tmp_path / "store", seed=seed)
+    core = distil(replace(CONFIG, seed=seed), planted.store, tmp_path / "run").distilled
+    # In the space that the data fills: what an encoder row is outside of it (half its dimensions) meets only noise.
+    inside = torch.nn.functional.normalize(core.encoder_CD @ planted.directions.T, dim=1)
+    cosine, nearest = inside.max(dim=1)
+    assert cosine.median() >= 0.97
     assert (nearest < planted.n_loud).float().mean() >= 0.9
-    assert len(set(nearest.tolist()) & set(range(planted.n_loud))) >= 0.75 * planted.n_loud
+    assert len(set(nearest.tolist()) & set(range(planted.n_loud))) >= planted.n_loud - 1
 
 
 def test_cores_are_nested_by_lineage_and_rows_never_change(run: Path) -> None:
