@@ -92,7 +92,10 @@ def test_from_text_to_transferred_saes(
     assert "»w" in shown
 
     main(["core", "diff", "run/cycle-1", "run/cycle-2"])
-    assert f"{n_distilled} were kept" in capsys.readouterr().out
+    compared = capsys.readouterr().out
+    assert f"{n_distilled} were kept" in compared
+    assert "first in as many random directions" in compared
+    assert "1.000" in compared, "a latent that was kept is its own nearest"
 
     main(["core", "ablate", "run", "--latents", "4", "--contexts", "6"])
     assert "Spearman" in capsys.readouterr().out

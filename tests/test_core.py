@@ -1,6 +1,7 @@
 """Cores: what is selected, who is who across cycles, and what is on disk."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from dmsae.core import (
     RandomKind,
     carry_over,
     distilled_core,
+    nearest_in,
     next_core,
     random_core,
     select_core,
@@ -233,6 +235,17 @@ def test_a_changed_byte_is_noticed(tmp_path: Path, name: str) -> None:
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
         Core.load(tmp_path)
+
+
+def test_the_nearest_latent_is_found_whatever_its_length() -> None:
+    first = three_cycles()[0][1]
+    other = replace(first, encoder_CD=torch.stack([-first.encoder_CD[0], 7 * first.encoder_CD[1]]))
+    cosine, index = nearest_in(first, other)
+    assert index[1] == 1
+    assert cosine[1] == pytest.approx(1)
+    assert cosine[0] < 1 - 1e-3
+    with pytest.raises(ConfigError, match=rf"widths \({D_MODEL} and 3\)"):
+        nearest_in(first, replace(first, encoder_CD=first.encoder_CD[:, :3]))
 
 
 @pytest.mark.parametrize("kind", RandomKind)

@@ -16,8 +16,9 @@ from dmsae.attribution import Attribution, AttributionConfig
 from dmsae.core import Core
 from dmsae.distill import DistillConfig, distil, distilled_directory
 from dmsae.errors import BusyError, ConfigError, TrainingError
+from dmsae.files import sha256_of
 from dmsae.run import claimed, read_settings
-from dmsae.sae import SAE, SAEConfig, core_first, load_sae, save_sae
+from dmsae.sae import SAE, SAEConfig, core_first, load_sae, read_made_from, save_sae
 from dmsae.schedule import TrainConfig
 from dmsae.status import stages
 from planted import Planted, planted_store
@@ -143,6 +144,8 @@ def test_cycle_0_may_be_an_sae_of_ours(planted: Planted, run: Path, tmp_path: Pa
     source = run / "cycle-0" / "sae"
     imported = distil(replace(CONFIG, cycle0=str(source)), planted.store, tmp_path / "run")
     assert torch.equal(imported.cores[0].encoder_CD, Core.load(run / "cycle-0").encoder_CD)
+    said = read_made_from(tmp_path / "run" / "cycle-0" / "sae")["imported_from"]
+    assert said["sha256"] == sha256_of(source / "sae.safetensors")
     with pytest.raises(ConfigError, match=r"k is given as 4, but .* was trained with 2"):
         distil(replace(CONFIG, cycle0=str(source), k=4), planted.store, tmp_path / "other")
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dmsae.attribution import CandidateCodes
 from dmsae.errors import CheckpointError, ConfigError
+from dmsae.files import sha256_of
 from dmsae.formats import load_any
 from dmsae.sae import SAE, SAEConfig, save_sae
 
@@ -70,8 +71,9 @@ def test_codes_equal_those_of_dictionary_learning(
         theirs = module.MatryoshkaBatchTopKSAE(D_MODEL, WIDTH, K, GROUPS)
     randomise(theirs, threshold)
     write_trainer(tmp_path, theirs, dict_class=type(theirs).__name__, k=K)
-    ours, kind_found, notes, _ = load_any(tmp_path)
+    ours, kind_found, notes, digest, _ = load_any(tmp_path)
     assert kind_found == "dictionary_learning"
+    assert digest == sha256_of(tmp_path / "ae.pt")
     assert ours.config.prefixes == ((WIDTH,) if kind == "batch_top_k" else (4, 12, 32))
     assert (ours.config.k, ours.config.n_core, ours.config.center_input) == (K, 0, True)
     assert len(notes) == (1 if threshold < 0 else 0)
@@ -107,7 +109,7 @@ def test_decoder_rows_are_brought_to_unit_norm(tmp_path: Path, dictionary_learni
     with torch.no_grad():
         theirs.W_dec *= norms[:, None]
     write_trainer(tmp_path, theirs)
-    ours, _, notes, _ = load_any(tmp_path)
+    ours, _, notes, _, _ = load_any(tmp_path)
     assert "of 32 decoder rows had norms from 0.5" in notes[0]
     x = 2 * torch.randn(64, D_MODEL)
     torch.testing.assert_close(ours.W_dec.norm(dim=1), torch.ones(WIDTH))
@@ -164,8 +166,9 @@ def test_codes_of_a_saelens_directory(tmp_path: Path, centered: bool, norm: floa
     weights["W_enc"] /= norm
     weights["W_dec"] *= norm
     saelens_files(tmp_path, weights, apply_b_dec_to_input=centered)
-    ours, kind, notes, _ = load_any(tmp_path)
+    ours, kind, notes, digest, _ = load_any(tmp_path)
     assert kind == "saelens"
+    assert digest == sha256_of(tmp_path / "sae_weights.safetensors")
     assert bool(notes) == (norm != 1)
     assert (ours.config.k, ours.config.prefixes, ours.config.center_input) == (3, (4, 12, 32), centered)
     torch.testing.assert_close(ours.W_enc, unfolded)

@@ -246,6 +246,22 @@ def carry_over(current: Core, previous: Core | None) -> CarryOver:
     return CarryOver(len(current), kept, len(current) - kept, len(before) - kept)
 
 
+class Nearest(NamedTuple):
+    """For each latent of one core, the one of another whose encoder row points most nearly the same way."""
+
+    cosine_C: Tensor
+    index_C: Tensor
+
+
+def nearest_in(core: Core, other: Core) -> Nearest:
+    """Return the nearest latent of `other` for each of `core`; both must be of one width and not empty."""
+    if core.encoder_CD.shape[1] != other.encoder_CD.shape[1]:
+        widths = f"{core.encoder_CD.shape[1]} and {other.encoder_CD.shape[1]}"
+        raise ConfigError(f"The cores are of activations of other widths ({widths}) and cannot be compared.")
+    ours, theirs = (torch.nn.functional.normalize(one.encoder_CD, dim=1) for one in (core, other))
+    return Nearest(*(ours @ theirs.T).max(dim=1))
+
+
 class RandomKind(StrEnum):
     """How long the rows of a random core are."""
 

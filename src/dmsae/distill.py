@@ -182,8 +182,8 @@ def _import(config: DistillConfig, store: Store, here: Path) -> SAE:
         if imported.sae.config != expected:
             wrong = differences(to_dict(imported.sae.config), to_dict(expected))
             raise ConfigError(f"cycle0 = {config.cycle0} does not fit this run ({'; '.join(wrong)}).")
-        source = {"source": config.cycle0, "kind": imported.kind, "model": imported.model}
-        save_sae(imported.sae, here, {"imported_from": source, "cycle": 0})
+        source = {name: getattr(imported, name) for name in ("kind", "sha256", "model")}
+        save_sae(imported.sae, here, {"imported_from": {"source": config.cycle0, **source}, "cycle": 0})
     return load_sae(here)
 
 

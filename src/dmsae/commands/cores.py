@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import tyro
 from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 
 from dmsae.ablation import AblationConfig, ablate, agreement
@@ -13,7 +13,7 @@ from dmsae.attribution import Attribution
 from dmsae.base_model import BaseModel, ModelConfig, load_tokenizer
 from dmsae.commands.output import number, out, plain_table
 from dmsae.config import from_dict
-from dmsae.core import Core, carry_over
+from dmsae.core import Core, Nearest, RandomKind, carry_over, nearest_in, random_core
 from dmsae.distill import Distillation, distilled_directory
 from dmsae.errors import CheckpointError, ConfigError, DmsaeError
 from dmsae.examples import Example, top_examples
@@ -59,12 +59,13 @@ def core_show(place: Place, top: int = 12, examples: int = 2, root: Path | None 
             out.print(_line(example))
 
 
-def core_diff(first: Place, second: Place) -> None:
+def core_diff(first: Place, second: Place, pairs: int = 10) -> None:
     """Compare two cores: which latents they share, and how near the others are.
 
     Args:
         first: A distillation run, or a directory with a core in it.
         second: Another one.
+        pairs: How many latents of the first to list, by attribution, with their nearest in the second.
     """
     a, b = load_core(first), load_core(second)
     if a.provenance == b.provenance:
@@ -75,13 +76,27 @@ def core_diff(first: Place, second: Place) -> None:
     rows = {row.numpy().tobytes() for row in b.encoder_CD}
     same = sum(row.numpy().tobytes() in rows for row in a.encoder_CD)
     out.print(f"Encoder rows identical to the bit: {same} of {len(a)} and {len(b)}.")
-    if a.encoder_CD.shape[1] == b.encoder_CD.shape[1] and len(a) and len(b):
-        unit = [torch.nn.functional.normalize(core.encoder_CD, dim=1) for core in (a, b)]
-        best = (unit[0] @ unit[1].T).max(dim=1).values
-        table = plain_table("best cosine of each latent of the first in the second", "share")
-        for bound in (0.99, 0.9, 0.7, 0.5):
-            table.add_row(f"≥ {bound}", f"{100 * float((best >= bound).float().mean()):.0f} %")
-        out.print(table)
+    if not (len(a) and len(b)):
+        return
+    found = nearest_in(a, b)
+    chance = nearest_in(a, random_core(b, RandomKind.UNIT, seed=0))
+    columns = (found.cosine_C, nearest_in(b, a).cosine_C, chance.cosine_C)
+    table = plain_table("best cosine", "first in second", "second in first", "first in as many random directions")
+    for bound in (0.99, 0.9, 0.7, 0.5):
+        table.add_row(f"≥ {bound}", *(f"{100 * float((best >= bound).float().mean()):.0f} %" for best in columns))
+    table.add_row("median", *(f"{best.median():.2f}" for best in columns))
+    out.print(table)
+    if pairs > 0:
+        out.print(_pairs_table(a, b, found, pairs))
+
+
+def _pairs_table(a: Core, b: Core, found: Nearest, n_pairs: int) -> Table:
+    """Return the first latents of one core, by attribution, beside their nearest in the other."""
+    table = plain_table("first", "born", "nearest in second", "born", "cosine")
+    for i, (cosine, j) in enumerate(zip(found.cosine_C[:n_pairs].tolist(), found.index_C.tolist(), strict=False)):
+        born = [f"cycle {core.lineage[at].birth_cycle}" for core, at in ((a, i), (b, j))]
+        table.add_row(str(i + 1), born[0], str(j + 1), born[1], f"{cosine:.3f}")
+    return table
 
 
 def core_ablate(

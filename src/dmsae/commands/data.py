@@ -151,7 +151,8 @@ def show_store(store: Store) -> None:
             continue
         x = store.read(shards[0])["x"]
         norms = x.float().norm(dim=1)
-        dropped = ", ".join(f"{reason.replace('_', ' ')} {n:,}" for reason, n in store.dropped(split).items() if n) or "nothing"
+        drops = (f"{reason.replace('_', ' ')} {n:,}" for reason, n in store.dropped(split).items() if n)
+        dropped = ", ".join(drops) or "nothing"
         size = f"{store.n_rows(split):,} × {store.d_model}"
         dtype = str(x.dtype).removeprefix("torch.")
         table.add_row(split, size, str(len(shards)), dtype, f"{norms.mean():.1f}", f"{norms.max():.1f}", dropped)

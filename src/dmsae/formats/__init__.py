@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dmsae.errors import CheckpointError, ConfigError
+from dmsae.files import sha256_of
 from dmsae.formats import dictionary_learning, saelens
 from dmsae.formats.imported import Imported
 from dmsae.hub import download
@@ -29,7 +30,8 @@ def load_any(path: Path, k: int | None = None, prefixes: Sequence[int] | None = 
     `k` and `prefixes` are for checkpoints that do not say them; what a checkpoint says must not be contradicted.
     """
     if (path / "sae.json").is_file():
-        return Imported(load_sae(path), "dmsae", (), read_made_from(path).get("model")).agreeing(path, k, prefixes)
+        sae, digest = load_sae(path), sha256_of(path / "sae.safetensors")
+        return Imported(sae, "dmsae", (), digest, read_made_from(path).get("model")).agreeing(path, k, prefixes)
     if (path / dictionary_learning.WEIGHTS_NAME).is_file():
         return dictionary_learning.load(path, k, prefixes)
     if (path / saelens.WEIGHTS_NAME).is_file():

@@ -35,7 +35,7 @@ def load(path: Path, k: int | None = None, prefixes: Sequence[int] | None = None
         groups = [len(weights.b_enc_K)]
     said_prefixes = None if groups is None else list(accumulate(int(size) for size in groups))
     return build(
-        path,
+        path / WEIGHTS_NAME,
         "dictionary_learning",
         weights,
         k=require_said(path, "k", said_k, k),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dmsae.errors import CheckpointError, ConfigError
+from dmsae.files import sha256_of
 from dmsae.sae import SAE, SAEConfig
 
 _NORM_TOLERANCE = 1e-4
@@ -24,6 +25,8 @@ class Imported(NamedTuple):
     """Where it came from: `dmsae`, `dictionary_learning` or `saelens`."""
     notes: tuple[str, ...]
     """What was changed or assumed, a sentence each."""
+    sha256: str
+    """Of the file that holds its weights."""
     model: dict[str, Any] | None = None
     """Identity of the model it was trained on, where the checkpoint holds one that can be checked."""
 
@@ -47,9 +50,10 @@ class Weights(NamedTuple):
 
 
 def build(
-    path: Path, kind: str, weights: Weights, k: int, prefixes: Sequence[int], center_input: bool, notes: Sequence[str]
+    file: Path, kind: str, weights: Weights, k: int, prefixes: Sequence[int], center_input: bool, notes: Sequence[str]
 ) -> Imported:
     """Return an SAE without a core from foreign weights, its decoder rows brought to unit norm."""
+    path = file.parent
     weights = Weights(*(tensor.detach().float() for tensor in weights))
     width, d_model = _require_shapes(path, weights)
     for name, tensor in weights._asdict().items():
@@ -69,7 +73,7 @@ def build(
         sae.W_dec.copy_(weights.W_dec_KD)
         sae.b_dec.copy_(weights.b_dec_D)
         sae.threshold.copy_(weights.threshold_K.clamp(min=0))
-    return Imported(sae, kind, (*notes, *changes))
+    return Imported(sae, kind, (*notes, *changes), sha256_of(file))
 
 
 def _require_shapes(path: Path, weights: Weights) -> tuple[int, int]:

@@ -42,7 +42,7 @@ def load(path: Path, k: int | None = None, prefixes: Sequence[int] | None = None
         said_k = round(said_k)
     said_prefixes = _prefixes(details, len(tensors["b_enc"])) if said_k is not None else None
     return build(
-        path,
+        path / WEIGHTS_NAME,
         "saelens",
         Weights(
             tensors["W_enc"].T, tensors["b_enc"], tensors["W_dec"], tensors["b_dec"], _threshold(path, config, tensors)
