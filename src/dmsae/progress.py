@@ -43,7 +43,8 @@ class Bar:
             left = (self._total - self._done) / rate if rate else 0.0
             percent = 100 * self._done / max(self._total, 1)
             console.print(
-                f"{self._what}: {percent:.0f} % of {_short(self._total)}, {shown}, {human_seconds(left)} left"
+                f"{self._what}: {percent:.0f} % of {_short(self._total)}, {shown}, {human_seconds(left)} left",
+                soft_wrap=True,
             )
 
 
