@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -153,6 +152,8 @@ def resolve_hook(model: nn.Module, hook: int | str) -> str:
 
 def _skeleton(path: Path) -> nn.Module:
     """Return the model's modules without weights."""
+    import transformers  # here, as below: it takes a second, and most commands have no use for it
+
     try:
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(
@@ -177,6 +178,8 @@ class BaseModel:
     @classmethod
     def load(cls, config: ModelConfig, identity: ModelIdentity | None = None) -> "BaseModel":
         """Load the model that `config` names onto its device."""
+        import transformers
+
         path, _ = locate(config)
         identity = identity or identify(config)
         device = choose_device(config.device)
@@ -280,6 +283,8 @@ class BaseModel:
 
 def load_tokenizer(config: ModelConfig) -> Any:
     """Return the model's own tokenizer."""
+    import transformers
+
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     path, _ = locate(config)
     try:
