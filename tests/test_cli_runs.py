@@ -112,6 +112,19 @@ def test_from_text_to_transferred_saes(
     assert load_sae(Path("two/sae")).config.n_core == n_distilled
 
 
+def test_a_directory_of_another_run_is_refused_before_the_harvest(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    main(["distill", "--recipe", str(recipe), "--out", str(tmp_path / "run")])
+    monkeypatch.setattr("dmsae.harvest.Harvest.run", lambda _: pytest.fail("harvested first"))
+    for where, message in (("taken", "is not empty and holds no run"), ("run", "store: was")):
+        with pytest.raises(SystemExit):
+            main(["distill", "--recipe", str(recipe), "--out", str(tmp_path / where), "--harvest.seed", "5"])
+        assert message in capsys.readouterr().err
+
+
 def test_live_distillation_keeps_no_training_activations(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

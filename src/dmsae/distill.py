@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dmsae.activations import ActivationStream, LiveGroups, StoreGroups, live_facts
 from dmsae.attribution import Attribution, AttributionConfig, attribute
@@ -71,6 +71,11 @@ class DistillConfig:
         prefixes = core_first(self.prefixes or matryoshka_prefixes(self.width), n_core)
         return SAEConfig(d_model, self.width, self.k, prefixes, n_core, center_input=self.center_input)
 
+    def lasting(self) -> dict[str, Any]:
+        """Return the settings that decide the result; how often to look and save are not among them."""
+        train = {name: value for name, value in self.train.lasting().items() if name != "seed"}
+        return {**to_dict(self), "train": train}
+
 
 class CycleReport(NamedTuple):
     """What one cycle came to."""
@@ -111,9 +116,7 @@ def distil(
     Cycles train on the store, or on `live` activations when its training split was too large to keep.
     """
     config.sae(store.d_model, 0)
-    settings = {"kind": "distill", "store": store.key, "model": store.model, "distill": _lasting(config)}
-    settings |= live_facts(live)
-    with claimed(directory, settings):
+    with claimed(directory, run_settings(config, store.key, store.model, live)):
         cores: list[Core] = []
         reports: list[CycleReport] = []
         for cycle in range(config.cycles + 1):
@@ -129,6 +132,13 @@ def distil(
         summary = {"n_distilled": len(distilled), "births": distilled.births(), "cycles": [_plain(r) for r in reports]}
         write_json(directory / _SUMMARY, summary)
         return Distillation(cores, distilled, reports, sae)
+
+
+def run_settings(
+    config: DistillConfig, store: str, model: dict[str, Any], live: LiveGroups | None = None
+) -> dict[str, Any]:
+    """Return what decides the result of a distillation; a directory made with anything else is refused."""
+    return {"kind": "distill", "store": store, "model": model, "distill": config.lasting(), **live_facts(live)}
 
 
 def distilled_directory(run: Path) -> Path:
@@ -216,7 +226,7 @@ def _select(
     if (here / "core.json").is_file():
         return Core.load(here)
     cycle = previous.cycle + 1 if previous else 0
-    provenance = Provenance.of(store, _lasting(config))
+    provenance = Provenance.of(store, config.lasting())
     core = next_core(previous, sae, attribution, cycle, config.coverage, provenance)
     core.save(here)
     return core
@@ -250,11 +260,3 @@ def _report(
 
 def _plain(report: CycleReport) -> dict[str, object]:
     return {**report._asdict(), "core": report.core._asdict()}
-
-
-def _lasting(config: DistillConfig) -> dict[str, object]:
-    """Return the settings that decide the result; how often to look and save are not among them."""
-    settings = to_dict(config)
-    settings["train"] = {name: value for name, value in config.train.lasting().items() if name != "seed"}
-    result: dict[str, object] = settings
-    return result

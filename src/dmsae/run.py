@@ -24,18 +24,19 @@ _OURS = (_LOCK, f"{_SETTINGS}.tmp")
 @contextmanager
 def claimed(directory: Path, settings: dict[str, Any]) -> Iterator[None]:
     """Hold a directory for the work that `settings` describe, as long as the block runs."""
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"{directory} is a file; give a directory for the results.")
-    if not (directory / _SETTINGS).is_file() and (others := _others(directory)):
-        raise ConfigError(
-            f"{directory} is not empty and holds no run (there is {others[0]}). Give a new or empty directory."
-        )
+    _require_run_or_empty(directory)
     with exclusive_lock(directory / _LOCK, f"The run in {directory}"):
-        if (directory / _SETTINGS).is_file():
-            _refuse_other(directory, settings)
-        else:
+        require_claimable(directory, settings)
+        if not (directory / _SETTINGS).is_file():
             write_json(directory / _SETTINGS, settings)
         yield
+
+
+def require_claimable(directory: Path, settings: dict[str, Any]) -> None:
+    """Raise unless a directory is free for the work that `settings` describe, or has begun it."""
+    _require_run_or_empty(directory)
+    if (directory / _SETTINGS).is_file():
+        _refuse_other(directory, settings)
 
 
 @contextmanager
@@ -79,6 +80,15 @@ def differences(old: Any, new: Any, name: str = "") -> list[str]:
         inner = {key: f"{name}.{key}" if name else key for key in [*old, *(key for key in new if key not in old)]}
         return [line for key, path in inner.items() for line in differences(old.get(key), new.get(key), path)]
     return [] if old == new else [f"{name}: was {json.dumps(old)}, now {json.dumps(new)}"]
+
+
+def _require_run_or_empty(directory: Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is a file; give a directory for the results.")
+    if not (directory / _SETTINGS).is_file() and (others := _others(directory)):
+        raise ConfigError(
+            f"{directory} is not empty and holds no run (there is {others[0]}). Give a new or empty directory."
+        )
 
 
 def _others(directory: Path) -> list[str]:

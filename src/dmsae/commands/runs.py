@@ -12,16 +12,17 @@ from dmsae.commands.cores import load_core, show_distillation
 from dmsae.commands.output import number, out, plain_table
 from dmsae.config import read_recipe
 from dmsae.core import Core
-from dmsae.distill import CycleReport, DistillConfig, distil, distilled_directory
+from dmsae.distill import CycleReport, DistillConfig, distil, distilled_directory, run_settings
 from dmsae.errors import ConfigError
 from dmsae.fidelity import fidelity
-from dmsae.harvest import Harvest, HarvestConfig, harvest
+from dmsae.harvest import Harvest, HarvestConfig
 from dmsae.learner import Member, State
 from dmsae.progress import console
+from dmsae.run import require_claimable
 from dmsae.sae import CoreMode, SAEConfig, core_first, load_sae, matryoshka_prefixes
 from dmsae.schedule import TrainConfig
 from dmsae.status import stages
-from dmsae.store import Split, Store, default_root, find_store
+from dmsae.store import Split, Store, default_root, find_store, is_complete
 from dmsae.train import Outcome, Trainer
 from dmsae.transfer import TransferConfig, require_latents, require_same_model, transfer
 
@@ -133,7 +134,10 @@ def run_distill(command: DistillCommand) -> None:
         store = _open_store(command.store, command.root)
         console.print("--store names a store: the harvest settings are not used.")
     else:
-        store = harvest(replace(command.harvest, train_tokens=0) if live else command.harvest, command.root)
+        job = Harvest(replace(command.harvest, train_tokens=0) if live else command.harvest, command.root)
+        if not is_complete(job.path):  # a directory of another run is refused before the long work, not after it
+            require_claimable(command.out, run_settings(command.config, job.path.name, job.request["model"], live))
+        store = job.run()
     console.print(f"Store {store.key}: {store.model['name']} at {store.model['hook']}")
     _print_length(command.config.train, command.harvest.train_tokens if live else store.n_rows(Split.TRAIN))
     done = distil(command.config, store, command.out, _CyclePrinter(), live)
