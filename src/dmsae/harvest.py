@@ -51,8 +51,8 @@ class HarvestConfig:
     gradient_dtype: DtypeName = "float32"
     """How g is stored. Gradients are small: 16 bits may lose them."""
     shard_tokens: int = 65_536
-    """Positions per file, before dropping. Pairs, which cost far more each, get an eighth of it: an interrupted harvest
-    loses no more than the file it was at."""
+    """Positions per file, before dropping; an interrupted harvest loses the file it was at. Pairs, which cost far more
+    each, get an eighth of it."""
     max_norm_ratio: float | None = 10.0
     """Drop activations whose norm exceeds this multiple of the median norm in their shard. None: keep all."""
     batch_contexts: int = 8
