@@ -153,6 +153,22 @@ def both(
 Both = Callable[[], tuple[ActivationStream, ActivationStream]]
 
 
+def test_a_corpus_that_is_too_small_for_live_is_said(
+    tiny_config: Callable[..., HarvestConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def mentions(config: HarvestConfig) -> list[str]:
+        live = LiveGroups(Harvest(config, tmp_path), mix_shards=2)
+        for epoch in range(2):
+            index = 0
+            while live.group(epoch, index) is not None:
+                index += 1
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("Mind:")]
+
+    assert not mentions(tiny_config(train_tokens=500, pair_tokens=0, heldout_tokens=0))
+    (said,) = mentions(tiny_config(train_tokens=10_000_000, pair_tokens=0, heldout_tokens=0))
+    assert "of the 10,000,000 training" in said
+
+
 def test_live_and_disk_give_the_same_batches(both: Both, tmp_path: Path) -> None:
     disk, live = both()
     assert disk.d_model == live.d_model == 16

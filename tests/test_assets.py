@@ -190,6 +190,9 @@ def test_verify_detects_changes(
         cli.main(["assets", "verify", "tiny-texts"])
     assert stopped.value.code == 1
     assert re.search(message, capsys.readouterr().out)
+    if assets.is_fetched(assets.find("tiny-texts")):
+        with pytest.raises(AssetError, match="is damaged: "):
+            Corpus(TextConfig(source="tiny-texts"))
 
 
 def test_unknown_assets_offer_the_nearest() -> None:

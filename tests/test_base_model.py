@@ -254,8 +254,11 @@ def test_identity_sees_weights_config_and_tokenizer_but_not_the_place(tiny_model
     build_model(seed=1).save_pretrained(copied)
     assert identify(config(copied)).weights_sha256 != first.weights_sha256
     assert identify(config(copied)).tokenizer_sha256 == first.tokenizer_sha256
-    (copied / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    assert identify(config(copied)).tokenizer_sha256 != first.tokenizer_sha256
+    seen = {first.tokenizer_sha256}
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "spiece.model"):
+        (copied / name).write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+        assert identify(config(copied)).tokenizer_sha256 not in seen, f"{name} counts"
+        seen.add(identify(config(copied)).tokenizer_sha256)
 
 
 def test_broken_model_directories_are_named(copied: Path) -> None:

@@ -196,6 +196,29 @@ def test_a_polite_kill_is_answered_and_the_same_command_goes_on(
     assert list(tmp_path.glob("*/store.json"))
 
 
+def test_what_the_system_refuses_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused() -> None:
+        raise PermissionError(13, "Permission denied", "/locked")
+
+    monkeypatch.setattr("dmsae.assets.cache_directory", refused)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["assets", "where"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/locked'\n"
+
+
+def test_output_that_nobody_reads_to_the_end_is_no_error() -> None:
+    command = [sys.executable, "-c", "from dmsae.cli import main; main(['harvest', '--help'])"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode == 1
+
+
 def test_an_error_in_a_recipe_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text("[distill]\nwidht = 64\n")

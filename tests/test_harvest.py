@@ -213,7 +213,7 @@ def test_disk_too_small_is_refused_before_activations_are_written(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - (64 << 20) - 1000, (64 << 20) + 1000))
     for run in (Harvest.run, Harvest.dry_run):
-        with pytest.raises(DiskSpaceError, match=r"The store [0-9a-f]{16} needs .* kB but only 67\.1 MB are free"):
+        with pytest.raises(DiskSpaceError, match=r"The store [0-9a-f]{16} needs .* kB, .* but only 67\.1 MB are free"):
             run(Harvest(tiny_config(), tmp_path))
     assert not list(tmp_path.rglob("0*.safetensors"))
     monkeypatch.undo()
@@ -270,6 +270,40 @@ def test_what_is_left_of_an_interrupted_harvest_is_said(
     done_bytes = 200 * (16 * (4 + 4) + 8) + 300 * (16 * 4 + 8)
     left = human_bytes(sum(estimate.size_bytes.values()) - done_bytes)
     assert f"{n_done} finished shards are there already, {left} to write, about" in capsys.readouterr().err
+
+
+def test_what_was_damaged_meanwhile_is_made_again(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = harvest(tiny_config(), tmp_path / "whole")
+    path = Path(shutil.copytree(whole.path, tmp_path / "damaged" / whole.key))
+    (path / "store.json").unlink()
+    (path / "pairs" / "00001.safetensors").unlink()
+    (path / "tokens" / "heldout.safetensors").write_bytes(b"")
+    flipped = path / "train" / "00002.safetensors"
+    flipped.write_bytes(flipped.read_bytes()[:-1] + b"\x7f")
+    assert content(harvest(tiny_config(), tmp_path / "damaged").path) == content(whole.path)
+
+
+def test_a_device_that_is_not_there_is_told_before_text_is_read(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config()
+    monkeypatch.setattr(Harvest, "contexts", lambda _: pytest.fail("text was tokenised"))
+    for run in (Harvest.run, Harvest.dry_run):
+        with pytest.raises(ModelError, match=r"model\.device = 'cuda:99' cannot be used"):
+            run(Harvest(replace(config, model=replace(config.model, device="cuda:99")), tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_same_bytes_read_as_another_kind_are_another_store(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config()
+    keys = set()
+    for name in ("a.jsonl", "b.jsonl", "a.txt"):
+        (tmp_path / name).write_text('{"text": "one"}\n')
+        text = replace(config.text, source=str(tmp_path / name))
+        keys.add(Harvest(replace(config, text=text), tmp_path).path)
+    assert len(keys) == 2, "a name alone is no difference, a kind is"
 
 
 def test_stopped_after_every_file_ends_the_same(

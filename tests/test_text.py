@@ -103,7 +103,8 @@ def test_text_that_cannot_be_encoded_is_mended(tmp_path: Path) -> None:
         ("a.jsonl", b"[1]\n", r"a\.jsonl, line 1 holds a list; expected an object"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl cannot be read as \.jsonl: .*utf-8"),
         ("a.csv", b"txt,id\nx,1\n", r"a\.csv has no column 'text'\. Did you mean 'txt'"),
-        ("a.csv", b"", r"a\.csv has no column 'text'"),
+        ("a.csv", b"", r"a\.csv holds no text"),
+        ("a.jsonl", b"[" * 200_000, r"a\.jsonl, line 1 is not JSON"),
         ("a.csv", b"text\n", r"a\.csv holds no text"),
         ("a.txt", b" \n\n ", r"a\.txt holds no text"),
         ("a.txt.gz", b"not gzip", r"a\.txt\.gz cannot be read as \.txt"),
@@ -118,6 +119,16 @@ def test_bad_files_are_named(name: str, data: bytes, message: str, tmp_path: Pat
     (tmp_path / name).write_bytes(data)
     with pytest.raises(CorpusError, match=message):
         list(read_documents(tmp_path / name, "text"))
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "a.txt").write_text("x")
+    monkeypatch.setattr(text_module, "sha256_of", refused)
+    with pytest.raises(CorpusError, match=r"a\.txt cannot be read: Permission denied"):
+        Corpus(TextConfig(source=str(tmp_path)))
 
 
 def test_columns_of_another_type_are_named_and_nulls_are_nothing(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dmsae.errors import ConfigError, StoreError
 from dmsae.harvest import Harvest, ShardMaker
+from dmsae.progress import console
 from dmsae.seeds import generator
 from dmsae.store import Split, Store
 
@@ -77,6 +78,7 @@ class LiveGroups:
         self._maker = ShardMaker(harvest.model, harvest.config)
         self._shards: Iterator[tuple[Tensor, int]] = iter(())
         self._next = (-1, 0)
+        self._told = False
 
     @property
     def request(self) -> dict[str, Any]:
@@ -101,9 +103,21 @@ class LiveGroups:
 
     def _token_shards(self) -> Iterator[tuple[Tensor, int]]:
         """Yield the tokens and row count of each shard of the training split."""
+        config, n_rows = self._harvest.config, 0
         found = ((c.tokens_L, count) for split, c, count in self._harvest.stream() if split is Split.TRAIN)
-        while block := list(islice(found, self._harvest.config.shard_contexts(Split.TRAIN))):
-            yield torch.from_numpy(np.stack([tokens for tokens, _ in block])), sum(count for _, count in block)
+        while block := list(islice(found, config.shard_contexts(Split.TRAIN))):
+            count = sum(count for _, count in block)
+            n_rows += count
+            yield torch.from_numpy(np.stack([tokens for tokens, _ in block])), count
+        if n_rows < config.train_tokens and not self._told:
+            self._told = True
+            console.print(
+                f"Mind: the corpus {config.text.source!r} holds {n_rows:,} of the {config.train_tokens:,} training "
+                "activations asked for; it is gone through again as often as the training needs.",
+                style="yellow",
+                markup=False,
+                soft_wrap=True,
+            )
 
 
 def live_facts(live: LiveGroups | None) -> dict[str, Any]:

@@ -143,6 +143,14 @@ def fetch(name: str) -> Path:
     return target
 
 
+def fetch_whole(name: str) -> Path:
+    """Return the asset's directory, fetched if need be; a file that has changed since is an error that names it."""
+    path = fetch(name)
+    if wrong := verify(name):
+        raise AssetError(f"The asset {name!r} is damaged: {wrong[0]}.")
+    return path
+
+
 def verify(name: str) -> list[str]:
     """Return what is wrong with a fetched asset, one line per file; nothing when it is whole."""
     asset = find(name)

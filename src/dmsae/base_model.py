@@ -120,10 +120,12 @@ def _download(config: ModelConfig) -> tuple[Path, str]:
 def identify(config: ModelConfig) -> ModelIdentity:
     """Return a model's identity, and check its hook point, without loading its weights."""
     path, revision = locate(config)
+    if config.name in assets.ASSETS:
+        assets.fetch_whole(config.name)
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise ModelError(f"{path} holds no .safetensors weights. Pickled weights are not loaded; convert them first.")
-    vocabulary = [file for file in sorted(path.glob("*")) if file.name.startswith(("tokenizer", "vocab", "merges"))]
+    vocabulary = [file for file in sorted(path.glob("*")) if _is_of_tokenizer(file)]
     return ModelIdentity(
         name=config.name,
         revision=revision,
@@ -132,6 +134,11 @@ def identify(config: ModelConfig) -> ModelIdentity:
         hook=resolve_hook(_skeleton(path), config.hook),
         dtype=config.dtype,
     )
+
+
+def _is_of_tokenizer(file: Path) -> bool:
+    names = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens")
+    return file.name.startswith(names) or file.suffix == ".model"
 
 
 def resolve_hook(model: nn.Module, hook: int | str) -> str:
@@ -297,7 +304,10 @@ def _main(output: Any, tokens_NL: Tensor) -> Tensor:
     """Return the hidden states in a module's output, which may be a tuple."""
     main = output[0] if isinstance(output, tuple) else output
     if not isinstance(main, Tensor) or main.ndim != 3 or main.shape[:2] != tokens_NL.shape:
-        raise ModelError("The hooked module does not put out hidden states [contexts, positions, width].")
+        raise ModelError(
+            "The module at model.hook does not put out hidden states [contexts, positions, width]. Give a layer "
+            "number, or a module inside a block."
+        )
     return main
 
 

@@ -3,6 +3,7 @@
 Settings come from the defaults, then from the recipe (`--recipe`), then from flags.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -110,6 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             config=(tyro.conf.EnumChoicesFromValues,),
         )
     except DmsaeError as error:
+        console.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
+        raise SystemExit(2) from None
+    except BrokenPipeError:  # whoever read our output has enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except OSError as error:
         console.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt:

@@ -92,7 +92,9 @@ def _convert_scalar(hint: Any, value: Any, name: str) -> Any:
         return float(value)
     if isinstance(hint, type) and isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
-    raise ConfigError(f"{name} = {value!r} is of type {type(value).__name__}; expected {hint}.")
+    raise ConfigError(
+        f"{name} = {value!r} is of type {type(value).__name__}; expected {getattr(hint, '__name__', hint)}."
+    )
 
 
 def recipe_names() -> list[str]:

@@ -17,6 +17,8 @@ from torch import Tensor
 from dmsae.errors import BusyError, DiskSpaceError
 
 _CHUNK_BYTES = 1 << 22
+_RESERVE_BYTES = 64 << 20
+"""What is left free on a disk."""
 
 
 def sha256_of(path: Path) -> str:
@@ -118,9 +120,10 @@ def require_space(directory: Path, needed_bytes: int, what: str) -> None:
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free
-    if needed_bytes + (64 << 20) > free:
+    if needed_bytes + _RESERVE_BYTES > free:
         raise DiskSpaceError(
-            f"{what} needs {human_bytes(needed_bytes)} but only {human_bytes(free)} are free under {existing}. "
+            f"{what} needs {human_bytes(needed_bytes)}, and {human_bytes(_RESERVE_BYTES)} are to stay free, but only "
+            f"{human_bytes(free)} are free under {existing}. "
             "Ask for fewer tokens, choose a smaller dtype, or point --root at a larger disk."
         )
 

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from dmsae import store as stores
-from dmsae.base_model import DTYPES, BaseModel, DtypeName, ModelConfig, ModelIdentity, identify, load_tokenizer
+from dmsae.base_model import (
+    DTYPES,
+    BaseModel,
+    DtypeName,
+    ModelConfig,
+    ModelIdentity,
+    choose_device,
+    identify,
+    load_tokenizer,
+)
 from dmsae.config import to_dict
 from dmsae.errors import ConfigError, CorpusError, DmsaeError, ModelError, StoreError
 from dmsae.files import canonical_hash, human_bytes, require_space
@@ -113,6 +122,7 @@ class Harvest:
         """Return the store, harvesting what is missing of it."""
         if stores.is_complete(self.path):
             return Store.open(self.path)
+        choose_device(self.config.model.device)  # before any text is tokenised for it
         with stores.lock(self.path):
             if stores.is_complete(self.path):  # another process finished it just before we had the lock
                 return Store.open(self.path)
@@ -155,6 +165,7 @@ class Harvest:
 
     def dry_run(self) -> Estimate:
         """Return what the harvest would cost, and raise what would stop it; nothing is written."""
+        choose_device(self.config.model.device)
         length = self.config.tokens.context_length
         estimate = self.estimate({split: _stack(found, length)["tokens"] for split, found in self.contexts().items()})
         require_space(self.path, sum(estimate.size_bytes.values()), f"The store {self.path.name}")

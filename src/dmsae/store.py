@@ -30,6 +30,7 @@ from dmsae import assets
 from dmsae.config import to_dict
 from dmsae.errors import StoreCorruptError, StoreError, nearest
 from dmsae.files import canonical_hash, exclusive_lock, sha256_of, write_bytes, write_json
+from dmsae.progress import progress
 
 FORMAT = 2
 _REQUEST, _JOURNAL, _COMPLETE, _LOCK = "request.json", "shards.jsonl", "store.json", ".lock"
@@ -79,7 +80,7 @@ class StoreWriter:
     def __init__(self, path: Path, request: dict[str, Any]) -> None:
         self.path = path
         self.request = request
-        self.records = {record.file: record for record in _read_journal(path)}
+        self.records = {record.file: record for record in _whole(path, _read_journal(path))}
         write_json(path / _REQUEST, request)
         write_bytes(path / _JOURNAL, self._journal())
 
@@ -98,7 +99,9 @@ class StoreWriter:
         return record
 
     def finish(self, d_model: int) -> "Store":
-        """Declare the store complete."""
+        """Declare the store complete, its files noted in the order of the splits whatever the order of making."""
+        self.records = dict(sorted(self.records.items(), key=lambda item: _place(item[0])))
+        write_bytes(self.path / _JOURNAL, self._journal())
         facts = {
             "format": FORMAT,
             "d_model": d_model,
@@ -295,6 +298,26 @@ def _read_journal(path: Path) -> list[FileRecord]:
         raise StoreCorruptError(f"{path / _JOURNAL} is damaged: {error}. {_remedy(path)}") from error
 
 
+def _whole(path: Path, records: list[FileRecord]) -> list[FileRecord]:
+    """Return the finished files that are still as they were written: the others are to be made again."""
+    found = []
+    with progress("check what is there", len(records), "files") as bar:
+        for record in records:
+            file = path / record.file
+            if file.is_file() and sha256_of(file) == record.sha256:
+                found.append(record)
+            bar.advance(1)
+    return found
+
+
+def _place(file: str) -> tuple[bool, int, str]:
+    """Return what files are sorted by: tokens first, then the splits in their order, shard by shard."""
+    head, name = file.split("/")
+    is_shard = head != "tokens"
+    split = Split(head if is_shard else name.removesuffix(".safetensors"))
+    return is_shard, list(Split).index(split), name
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value: dict[str, Any] = json.loads(path.read_text(encoding="utf8"))
@@ -304,7 +327,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _remedy(store: Path) -> str:
-    return f"Run 'dmsae store remove {store.name}' and harvest again."
+    return f"Run 'dmsae store remove {store.name} --root {store.parent}' and harvest again."
 
 
 def _directory_bytes(path: Path) -> int:

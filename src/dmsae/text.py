@@ -124,7 +124,7 @@ class Corpus:
             asset = assets.find(source)
             if asset.kind != "corpus":
                 raise ConfigError(f"text.source = {source!r} is a {asset.kind}, not a corpus. Try 'probes'.")
-            found = sorted(path for path in assets.fetch(source).iterdir() if _kind(path))
+            found = sorted(path for path in assets.fetch_whole(source).iterdir() if _kind(path))
             self.field = self.config.field or asset.text_field
             exclude += asset.reserved
         else:
@@ -136,8 +136,8 @@ class Corpus:
         return {
             "kind": "files",
             "field": self.field,
-            "files": canonical_hash([sha256_of(path) for path in self.files]),
-            "excluded": canonical_hash([sha256_of(path) for path in self.excluded]),
+            "files": _content_hash(self.files),
+            "excluded": _content_hash(self.excluded),
         }
 
     def _resolve_hub(self, name: str) -> dict[str, Any]:
@@ -189,6 +189,14 @@ def read_documents(
         raise CorpusError(f"{path} cannot be read as {kind}: {_first_line(error)}.") from error
     if empty and not may_be_empty:
         raise CorpusError(f"{path} holds no text. Remove it from text.source, or exclude it with text.exclude.")
+
+
+def _content_hash(files: list[Path]) -> str:
+    """Return a hash of what the files hold and as what they are read; their names do not count."""
+    try:
+        return canonical_hash([[_kind(path), path.suffix.lower() in _COMPRESSION, sha256_of(path)] for path in files])
+    except OSError as error:
+        raise CorpusError(f"{error.filename} cannot be read: {error.strerror}. Check text.source.") from error
 
 
 def _find_files(source: str) -> list[Path]:
@@ -249,7 +257,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 reason = error.msg if isinstance(error, json.JSONDecodeError) else _first_line(error)
                 raise CorpusError(f"{path}, line {number} is not JSON: {reason}.") from error
             if not isinstance(record, dict):
@@ -264,10 +272,10 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
 def _read_csv(path: Path, field: str) -> Iterator[str]:
     with _open(path, newline="") as file:
         reader = csv.DictReader(file)
-        if field not in (reader.fieldnames or ()):
-            raise CorpusError(
-                f"{path} has no column {field!r}. {nearest(field, reader.fieldnames or ())} Set text.field."
-            )
+        if reader.fieldnames is None:
+            return  # an empty file
+        if field not in reader.fieldnames:
+            raise CorpusError(f"{path} has no column {field!r}. {nearest(field, reader.fieldnames)} Set text.field.")
         for row in reader:
             yield row[field] or ""
 

@@ -139,7 +139,7 @@ def run_distill(command: DistillCommand) -> None:
             require_claimable(command.out, run_settings(command.config, job.path.name, job.request["model"], live))
         store = job.run()
     console.print(f"Store {store.key}: {store.model['name']} at {store.model['hook']}")
-    _print_length(command.config.train, command.harvest.train_tokens if live else store.n_rows(Split.TRAIN))
+    _print_length(command.config.train, None if live else store)
     done = distil(command.config, store, command.out, _CyclePrinter(), live)
     out.print()
     show_distillation(done)
@@ -151,7 +151,7 @@ def run_transfer(command: TransferCommand) -> None:
     _mind_train_table(command.recipe, "transfer")
     core = load_core(command.core)
     store = _open_store(command.store or core.provenance.store, command.root)
-    _print_length(command.config.train, command.harvest.train_tokens if command.live else store.n_rows(Split.TRAIN))
+    _print_length(command.config.train, None if command.live else store)
     outcomes = transfer(command.config, core, store, command.out, _live(command))
     out.print(f"SAEs of width {command.config.width:,} from a core of {len(core)} latents, in {command.out}:")
     print_outcomes(outcomes, store)
@@ -221,11 +221,11 @@ class _CyclePrinter:
         out.print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, self._widths, strict=True)))
 
 
-def _print_length(config: TrainConfig, n_rows: int) -> None:
-    """Say how long each training is, before it begins."""
+def _print_length(config: TrainConfig, store: Store | None) -> None:
+    """Say how long each training is, before it begins; in epochs where it is known how long those are."""
     steps = config.schedule().steps
-    epochs = steps * config.batch_size / max(n_rows, 1)
-    console.print(f"Each training: {steps:,} steps of {config.batch_size:,} activations, {epochs:.3g} epochs.")
+    epochs = f", {steps * config.batch_size / max(store.n_rows(Split.TRAIN), 1):.3g} epochs" if store else ""
+    console.print(f"Each training: {steps:,} steps of {config.batch_size:,} activations{epochs}.")
 
 
 def _mind_train_table(recipe: str, section: str) -> None:
