@@ -274,6 +274,6 @@ def test_a_store_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"quantile": 1.5}, {"quantile": float("nan")}, {"quantile_over": "some"}])
 def test_impossible_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        AttributionConfig(**wrong)  # type: ignore[arg-type]
+        AttributionConfig(**wrong)
     with pytest.raises(ConfigError, match="batch_size"):
         AttributionConfig(batch_size=0)

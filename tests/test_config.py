@@ -91,7 +91,7 @@ def test_wrong_settings_are_named(values: dict[str, Any], message: str) -> None:
 
 def test_a_value_where_a_table_belongs_is_named() -> None:
     with pytest.raises(ConfigError, match="harvest = 3 is not a table"):
-        from_dict(HarvestConfig, 3, "harvest.")  # type: ignore[arg-type]
+        from_dict(HarvestConfig, 3, "harvest.")
 
 
 @pytest.mark.parametrize(
