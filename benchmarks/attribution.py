@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dmsae.attribution import AttributionConfig, attribute
-from dmsae.sae import SAE, SAEConfig
-from dmsae.sparse import select_top
-from dmsae.store import Split, Store, StoreWriter, shard_file
+from dmsae.activations.store import Split, Store, StoreWriter, shard_file
+from dmsae.cores.attribution import AttributionConfig, attribute
+from dmsae.sae.sae import SAE, SAEConfig
+from dmsae.sae.sparse import select_top
 
 D_MODEL, WIDTH, N_PREFIX, BATCH = 576, 16384, 512, 2048
 CASES = ((40, 0), (320, 0), (40, 200), (320, 200))

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from dmsae import distill
+from dmsae.activations.harvest import HarvestConfig, harvest
 from dmsae.cli import read_sections
-from dmsae.distill import DistillConfig, distil
-from dmsae.harvest import HarvestConfig, harvest
-from dmsae.train import Trainer
+from dmsae.distillation import distill
+from dmsae.distillation.distill import DistillConfig, distil
+from dmsae.training.trainer import Trainer
 
 CYCLES = 4
 

@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dmsae.activations import ActivationStream, StoreGroups
-from dmsae.base_model import ModelConfig
-from dmsae.harvest import Harvest, HarvestConfig, ShardMaker, cast
+from dmsae.activations.base_model import ModelConfig
+from dmsae.activations.harvest import Harvest, HarvestConfig, ShardMaker, cast
+from dmsae.activations.store import Split, Store, StoreWriter, shard_file, token_file
+from dmsae.activations.stream import ActivationStream, StoreGroups
 from dmsae.progress import console
-from dmsae.store import Split, Store, StoreWriter, shard_file, token_file
-from dmsae.text import TextConfig
+from dmsae.text.corpus import TextConfig
 
 
 @dataclass(frozen=True)

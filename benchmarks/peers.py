@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmsae.sae import matryoshka_prefixes
+from dmsae.sae.sae import matryoshka_prefixes
 from step import D_MODEL, N_BATCHES, TARGETS, Cell, make_batches, make_step, take_turns
 
 

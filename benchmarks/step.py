@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dmsae.objective import Objective, adam, backward_, step_
-from dmsae.sae import SAE, SAEConfig, core_first, matryoshka_prefixes
+from dmsae.sae.objective import Objective, adam, backward_, step_
+from dmsae.sae.sae import SAE, SAEConfig, core_first, matryoshka_prefixes
 
 D_MODEL, BATCH, N_BATCHES = 576, 2048, 4
 TARGETS = {(16384, 40): 1.5, (16384, 320): 2.5, (4096, 32): 1.3}

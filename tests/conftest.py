@@ -11,10 +11,10 @@ import transformers
 from hypothesis import settings as hypothesis_settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from dmsae import assets
-from dmsae.harvest import HarvestConfig
-from dmsae.text import TextConfig
-from dmsae.tokens import TokenConfig
+from dmsae.activations.harvest import HarvestConfig
+from dmsae.text import assets
+from dmsae.text.corpus import TextConfig
+from dmsae.text.tokens import TokenConfig
 
 # A busy machine must not make a test fail: how long an example takes is never judged.
 hypothesis_settings.register_profile("dmsae", deadline=None)
@@ -95,7 +95,7 @@ def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_config(tiny_model: Path, tiny_text: Path) -> Callable[..., HarvestConfig]:
     """Return a function that makes harvest settings for the tiny model and text; keywords change single ones."""
-    from dmsae.base_model import ModelConfig
+    from dmsae.activations.base_model import ModelConfig
 
     def make(**overrides: Any) -> HarvestConfig:
         settings: dict[str, Any] = {
@@ -116,7 +116,7 @@ def tiny_config(tiny_model: Path, tiny_text: Path) -> Callable[..., HarvestConfi
 @pytest.fixture(scope="session")
 def real_model() -> Any:
     """The bundled model, loaded once, hooked after block 8."""
-    from dmsae.base_model import BaseModel, ModelConfig
+    from dmsae.activations.base_model import BaseModel, ModelConfig
 
     if not assets.is_fetched(assets.find("smollm2-135m")):
         pytest.fail("The bundled model is not here. Run 'dmsae assets fetch' (or 'make test', which does).")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmsae.store import Split, Store, StoreWriter, shard_file, token_file
+from dmsae.activations.store import Split, Store, StoreWriter, shard_file, token_file
 
 MODEL = {"name": "planted", "revision": "", "weights_sha256": "0" * 64, "hook": "nowhere"}
 

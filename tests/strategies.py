@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from dmsae.sae import CoreMode, SAEConfig
+from dmsae.sae.sae import CoreMode, SAEConfig
 
 
 @st.composite

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dmsae.base_model import ModelConfig
+from dmsae.activations.base_model import ModelConfig
+from dmsae.activations.harvest import HarvestConfig
 from dmsae.cli import SECTIONS, read_sections
 from dmsae.config import from_dict, read_recipe, recipe_names, to_dict
 from dmsae.errors import ConfigError
-from dmsae.harvest import HarvestConfig
-from dmsae.text import TextConfig
-from dmsae.tokens import TokenConfig
+from dmsae.text.corpus import TextConfig
+from dmsae.text.tokens import TokenConfig
 
 
 class Colour(StrEnum):

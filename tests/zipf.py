@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmsae.activations import ActivationStream
-from dmsae.learner import Member
-from dmsae.sae import SAEConfig
-from dmsae.schedule import TrainConfig
-from dmsae.train import Trainer
+from dmsae.activations.stream import ActivationStream
+from dmsae.sae.sae import SAEConfig
+from dmsae.training.learner import Member
+from dmsae.training.schedule import TrainConfig
+from dmsae.training.trainer import Trainer
 
 
 class Zipf:

@@ -15,15 +15,15 @@ import tyro
 from rich.markup import escape
 
 from dmsae import __version__
+from dmsae.activations.harvest import HarvestConfig
 from dmsae.commands import cores, data, runs
 from dmsae.commands.output import out
 from dmsae.config import from_dict, read_recipe, recipe_names
-from dmsae.distill import DistillConfig
+from dmsae.distillation.distill import DistillConfig
+from dmsae.distillation.transfer import TransferConfig
 from dmsae.errors import ConfigError, DmsaeError, nearest
-from dmsae.harvest import HarvestConfig
 from dmsae.progress import console
-from dmsae.schedule import TrainConfig
-from dmsae.transfer import TransferConfig
+from dmsae.training.schedule import TrainConfig
 
 SECTIONS: dict[str, type] = {
     "harvest": HarvestConfig,

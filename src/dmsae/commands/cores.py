@@ -8,20 +8,20 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dmsae.ablation import AblationConfig, ablate, agreement
-from dmsae.attribution import Attribution
-from dmsae.base_model import BaseModel, ModelConfig, load_tokenizer
+from dmsae.activations.base_model import BaseModel, ModelConfig, load_tokenizer
+from dmsae.activations.store import Store, default_root, find_store
 from dmsae.commands.output import number, out, plain_table
 from dmsae.config import from_dict
-from dmsae.core import Core, Nearest, RandomKind, carry_over, nearest_in, random_core
-from dmsae.distill import Distillation, distilled_directory
+from dmsae.cores.ablation import AblationConfig, ablate, agreement
+from dmsae.cores.attribution import Attribution
+from dmsae.cores.core import Core, Nearest, RandomKind, carry_over, nearest_in, random_core
+from dmsae.disk.files import write_json
+from dmsae.disk.run import claimed, read_settings
+from dmsae.distillation.distill import Distillation, distilled_directory
 from dmsae.errors import CheckpointError, ConfigError, DmsaeError
-from dmsae.examples import Example, top_examples
-from dmsae.files import write_json
+from dmsae.evaluation.examples import Example, top_examples
 from dmsae.progress import console
-from dmsae.run import claimed, read_settings
-from dmsae.sae import load_sae
-from dmsae.store import Store, default_root, find_store
+from dmsae.sae.sae import load_sae
 
 Place = Annotated[Path, tyro.conf.Positional]
 

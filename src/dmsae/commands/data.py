@@ -6,13 +6,13 @@ from typing import Annotated
 
 import tyro
 
-from dmsae import assets
+from dmsae.activations.harvest import Estimate, Harvest, HarvestConfig
+from dmsae.activations.store import Split, Store, default_root, find_store, is_complete, list_stores, remove_store
 from dmsae.commands.output import out, plain_table
+from dmsae.disk.files import human_bytes
 from dmsae.errors import StoreError
-from dmsae.files import human_bytes
-from dmsae.harvest import Estimate, Harvest, HarvestConfig
 from dmsae.progress import console, human_seconds, progress
-from dmsae.store import Split, Store, default_root, find_store, is_complete, list_stores, remove_store
+from dmsae.text import assets
 
 Words = Annotated[tuple[str, ...], tyro.conf.Positional]
 Word = Annotated[str, tyro.conf.Positional]

@@ -6,25 +6,25 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dmsae.activations import ActivationStream, LiveGroups, StoreGroups
-from dmsae.base_model import training_device
+from dmsae.activations.base_model import training_device
+from dmsae.activations.harvest import Harvest, HarvestConfig
+from dmsae.activations.store import Split, Store, default_root, find_store, is_complete
+from dmsae.activations.stream import ActivationStream, LiveGroups, StoreGroups
 from dmsae.commands.cores import load_core, show_distillation
 from dmsae.commands.output import number, out, plain_table
 from dmsae.config import read_recipe
-from dmsae.core import Core
-from dmsae.distill import CycleReport, DistillConfig, distil, distilled_directory, run_settings
+from dmsae.cores.core import Core
+from dmsae.disk.run import require_claimable
+from dmsae.distillation.distill import CycleReport, DistillConfig, distil, distilled_directory, run_settings
+from dmsae.distillation.status import stages
+from dmsae.distillation.transfer import TransferConfig, require_latents, require_same_model, transfer
 from dmsae.errors import ConfigError
-from dmsae.fidelity import fidelity
-from dmsae.harvest import Harvest, HarvestConfig
-from dmsae.learner import Member, State
+from dmsae.evaluation.fidelity import fidelity
 from dmsae.progress import console
-from dmsae.run import require_claimable
-from dmsae.sae import CoreMode, SAEConfig, core_first, load_sae, matryoshka_prefixes
-from dmsae.schedule import TrainConfig
-from dmsae.status import stages
-from dmsae.store import Split, Store, default_root, find_store, is_complete
-from dmsae.train import Outcome, Trainer
-from dmsae.transfer import TransferConfig, require_latents, require_same_model, transfer
+from dmsae.sae.sae import CoreMode, SAEConfig, core_first, load_sae, matryoshka_prefixes
+from dmsae.training.learner import Member, State
+from dmsae.training.schedule import TrainConfig
+from dmsae.training.trainer import Outcome, Trainer
 
 
 @dataclass(frozen=True)

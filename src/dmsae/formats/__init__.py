@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from dmsae.disk.files import sha256_of
 from dmsae.errors import CheckpointError, ConfigError
-from dmsae.files import sha256_of
 from dmsae.formats import dictionary_learning, saelens
 from dmsae.formats.imported import Imported
-from dmsae.hub import download
-from dmsae.sae import load_sae, read_made_from
+from dmsae.sae.sae import load_sae, read_made_from
+from dmsae.text.hub import download
 
 __all__ = ["Imported", "load_any", "locate"]
 

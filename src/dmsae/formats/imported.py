@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dmsae.disk.files import sha256_of
 from dmsae.errors import CheckpointError, ConfigError
-from dmsae.files import sha256_of
-from dmsae.sae import SAE, SAEConfig
+from dmsae.sae.sae import SAE, SAEConfig
 
 _NORM_TOLERANCE = 1e-4
 """Decoder rows within this of unit norm are left alone, bit for bit."""

@@ -1,0 +1,315 @@
+"""Any Hugging Face causal language model, untouched, read at one hook point: activations x and gradients g.
+
+x is what the hooked module puts out (for a layer number: the residual stream after that block); g is the derivative of
+the summed next-token cross-entropy with respect to x, on the clean model (the paper's g_u).
+Shapes: N contexts, L positions, D width at the hook.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from dmsae.disk.files import canonical_hash, sha256_of
+from dmsae.errors import GradientError, ModelError, nearest
+from dmsae.text import assets
+from dmsae.text.hub import download
+from dmsae.text.tokens import PAD, KeepMask
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and where in it."""
+
+    name: str = "smollm2-135m"
+    """A bundled model (see `dmsae assets list`), a local Hugging Face directory, or a Hub id as `owner/name`."""
+    revision: str = ""
+    """Of a Hub model: branch, tag or commit. Empty: the default branch, resolved to its commit."""
+    hook: int | str = 8
+    """A layer number (the residual stream after that block, counted from 0) or a dotted module path."""
+    dtype: DtypeName = "float32"
+    """The model's own arithmetic. On CPUs without bfloat16 units anything but float32 is slower."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, `mps`, or `auto`: the first of cuda, mps, cpu that is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What is recorded in everything made from a model."""
+
+    name: str
+    revision: str
+    weights_sha256: str
+    tokenizer_sha256: str
+    hook: str
+    dtype: str
+
+
+class LossGradient(NamedTuple):
+    """Activations, the gradient of the summed next-token loss at them, and the loss per position."""
+
+    x_NLD: Tensor
+    g_NLD: Tensor
+    loss_NL: Tensor
+
+
+class _Reached(Exception):
+    """Thrown by the hook to end a forward pass that has nothing left to compute."""
+
+
+def training_device(device: str) -> torch.device:
+    """Return the torch device for training and scoring SAEs, which need float64 and sparse products."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("mps"):
+        raise ModelError(f"device = {device!r} cannot train SAEs: it lacks float64 and sparse products. Use 'cpu'.")
+    return choose_device(device)
+
+
+def choose_device(device: str) -> torch.device:
+    """Return the torch device for a `device` field, or say why it is not there."""
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"model.device = {device!r} cannot be used: {reason} Use 'auto' or 'cpu'.") from error
+    return torch.device(device)
+
+
+def locate(config: ModelConfig) -> tuple[Path, str]:
+    """Return the directory that holds the model, fetched if need be, and its revision ('' when it has none)."""
+    if config.name in assets.ASSETS:
+        asset = assets.find(config.name)
+        if asset.kind != "model":
+            raise ModelError(f"model.name = {config.name!r} is a {asset.kind}, not a model. Try 'smollm2-135m'.")
+        return assets.fetch(config.name), asset.version
+    path = Path(config.name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path} has no config.json: it is not a Hugging Face model directory.")
+        return path, ""
+    bundled = [asset.name for asset in assets.ASSETS.values() if asset.kind == "model"]
+    if "/" not in config.name or path.is_absolute() or config.name.startswith("."):
+        raise ModelError(
+            f"Unknown model {config.name!r}: no bundled model, no directory of that name, and not a Hub id "
+            f"(owner/name). {nearest(config.name, bundled)}"
+        )
+    return _download(config)
+
+
+def _download(config: ModelConfig) -> tuple[Path, str]:
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    path = download(config.name, patterns, ModelError, config.revision or None)
+    return path, path.name
+
+
+def identify(config: ModelConfig) -> ModelIdentity:
+    """Return a model's identity, and check its hook point, without loading its weights."""
+    path, revision = locate(config)
+    if config.name in assets.ASSETS:
+        assets.fetch_whole(config.name)
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        raise ModelError(f"{path} holds no .safetensors weights. Pickled weights are not loaded; convert them first.")
+    vocabulary = [file for file in sorted(path.glob("*")) if _is_of_tokenizer(file)]
+    return ModelIdentity(
+        name=config.name,
+        revision=revision,
+        weights_sha256=canonical_hash([sha256_of(file) for file in [path / "config.json", *weights]]),
+        tokenizer_sha256=canonical_hash([sha256_of(file) for file in vocabulary]),
+        hook=resolve_hook(_skeleton(path), config.hook),
+        dtype=config.dtype,
+    )
+
+
+def _is_of_tokenizer(file: Path) -> bool:
+    names = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens")
+    return file.name.startswith(names) or file.suffix == ".model"
+
+
+def resolve_hook(model: nn.Module, hook: int | str) -> str:
+    """Return the dotted path of the hooked module; an unknown one is an error that offers the nearest names."""
+    if isinstance(hook, str) and not hook.lstrip("-").isdigit():
+        names = [name for name, _ in model.named_modules() if name]
+        if hook not in names:
+            raise ModelError(f"model.hook = {hook!r} is no module of this model. {nearest(hook, names)}")
+        return hook
+    n_layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    stacks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == n_layers]
+    if not stacks:
+        raise ModelError("This model's blocks were not found; give model.hook as a dotted module path instead.")
+    if not 0 <= int(hook) < n_layers:
+        raise ModelError(f"model.hook = {hook} is out of range: this model has layers 0 to {n_layers - 1}.")
+    return f"{stacks[0]}.{int(hook)}"
+
+
+def _skeleton(path: Path) -> nn.Module:
+    """Return the model's modules without weights."""
+    import transformers  # here, as below: it takes a second, and most commands have no use for it
+
+    try:
+        with torch.device("meta"):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.from_pretrained(path)
+            )
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelError(f"{path} is not a causal language model that transformers knows: {error}") from error
+    return model
+
+
+class BaseModel:
+    """A frozen causal language model with one hook point."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, identity: ModelIdentity) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.identity = identity
+        self.keep_mask = KeepMask.of(tokenizer)
+        self.device = next(model.parameters()).device
+        self._hooked = model.get_submodule(identity.hook)
+
+    @classmethod
+    def load(cls, config: ModelConfig, identity: ModelIdentity | None = None) -> "BaseModel":
+        """Load the model that `config` names onto its device."""
+        import transformers
+
+        path, _ = locate(config)
+        identity = identity or identify(config)
+        device = choose_device(config.device)
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=DTYPES[config.dtype], use_safetensors=True, output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ModelError(f"The model in {path} cannot be loaded: {error}") from error
+        model, found = loaded
+        if missing := sorted(found["missing_keys"]):
+            raise ModelError(
+                f"The weights in {path} are not all there: {', '.join(missing[:3])} and {len(missing)} in all are "
+                "missing, and transformers would have made them up."
+            )
+        return cls(model.to(device), load_tokenizer(config), identity)
+
+    @torch.no_grad()
+    def activations(self, tokens_NL: Tensor) -> Tensor:
+        """Return x [N, L, D]; nothing above the hook is computed."""
+        captured: list[Tensor] = []
+
+        def take(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            captured.append(_main(output, tokens_NL))
+            raise _Reached
+
+        with self._hook(take):
+            try:
+                self._forward(tokens_NL)
+            except _Reached:
+                return captured[0]
+        raise ModelError(f"The forward pass never reached the hook {self.identity.hook!r}.")
+
+    def gradients(self, tokens_NL: Tensor) -> LossGradient:
+        """Return x, g and the losses; blocks below the hook build no graph."""
+        leaf: list[Tensor] = []
+
+        def restart_graph(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+            if leaf:
+                raise ModelError(
+                    f"{self.identity.hook!r} runs more than once in a forward pass; choose another model.hook."
+                )
+            leaf.append(_main(output, tokens_NL).detach().requires_grad_())
+            return _with_main(output, leaf[0])
+
+        with self._hook(restart_graph), torch.enable_grad():
+            losses_NL = self._next_token_losses(tokens_NL)
+            if not leaf or not losses_NL.requires_grad:
+                raise GradientError(
+                    f"The next-token loss does not depend on {self.identity.hook!r}; choose another model.hook."
+                )
+            (g_NLD,) = torch.autograd.grad(losses_NL.sum(), leaf)
+        self._check(g_NLD)
+        return LossGradient(leaf[0].detach(), g_NLD, losses_NL.detach())
+
+    @torch.no_grad()
+    def losses(self, tokens_NL: Tensor, edit: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the cross-entropy [N, L] of each position's next token, with x replaced by `edit(x)` if given."""
+        if edit is None:
+            return self._next_token_losses(tokens_NL)
+
+        def replace(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+            return _with_main(output, edit(_main(output, tokens_NL)))
+
+        with self._hook(replace):
+            return self._next_token_losses(tokens_NL)
+
+    def _check(self, g_NLD: Tensor) -> None:
+        if not torch.isfinite(g_NLD).all():
+            raise GradientError(
+                f"The gradient at {self.identity.hook!r} is not finite with model.dtype = {self.identity.dtype}. "
+                "Use float32 or bfloat16."
+            )
+        if not g_NLD.any():
+            raise GradientError(
+                f"The gradient at {self.identity.hook!r} is zero everywhere with model.dtype = {self.identity.dtype}. "
+                "Use float32, or a hook point that the loss depends on."
+            )
+
+    def _next_token_losses(self, tokens_NL: Tensor) -> Tensor:
+        """Return the cross-entropy [N, L] of each position's next token, 0 where there is none."""
+        # The targets are shifted, not the logits: a slice of those would be copied, and its gradient again.
+        logits_NLV = self._forward(tokens_NL).logits.float()
+        targets_NL = F.pad(tokens_NL[:, 1:], (0, 1), value=PAD).to(self.device, torch.int64)
+        losses = F.cross_entropy(logits_NLV.flatten(0, 1), targets_NL.flatten(), ignore_index=PAD, reduction="none")
+        return losses.view(targets_NL.shape)
+
+    def _forward(self, tokens_NL: Tensor) -> Any:
+        # Padding stands only at the end of a context: a causal model's earlier positions never see it.
+        return self.model(input_ids=tokens_NL.to(self.device, torch.int64).clamp(min=0), use_cache=False)
+
+    @contextmanager
+    def _hook(self, function: Any) -> Iterator[None]:
+        handle = self._hooked.register_forward_hook(function)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """Return the model's own tokenizer."""
+    import transformers
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    path, _ = locate(config)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} holds no tokenizer that can be loaded: {error}") from error
+
+
+def _main(output: Any, tokens_NL: Tensor) -> Tensor:
+    """Return the hidden states in a module's output, which may be a tuple."""
+    main = output[0] if isinstance(output, tuple) else output
+    if not isinstance(main, Tensor) or main.ndim != 3 or main.shape[:2] != tokens_NL.shape:
+        raise ModelError(
+            "The module at model.hook does not put out hidden states [contexts, positions, width]. Give a layer "
+            "number, or a module inside a block."
+        )
+    return main
+
+
+def _with_main(output: Any, replacement: Tensor) -> Any:
+    return (replacement, *output[1:]) if isinstance(output, tuple) else replacement

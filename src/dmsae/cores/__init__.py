@@ -1,0 +1,1 @@
+"""From a trained SAE to a core: attribution, selection, lineage, controls."""

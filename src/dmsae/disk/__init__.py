@@ -1,0 +1,1 @@
+"""What is on disk: whole files, sealed artifacts, checkpoints, run directories, and every name in them."""

@@ -1,0 +1,84 @@
+"""The whole state of a training run in one file, written whole or not at all.
+
+There is no random state to save: whatever is random in a run derives from its seed and from what it is for, and the
+data cursor says how far the stream has come.
+"""
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dmsae.disk.files import fsync_directory
+from dmsae.errors import CheckpointError
+
+_REMEDY = "Remove it to begin this run again from the start."
+
+
+def save_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Replace the checkpoint; tensors go to the disk without a second copy in memory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(state)
+    sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
+    metadata = {"state": text, "state_checksum": str(zlib.crc32(text.encode())), "checksums": json.dumps(sums)}
+    temporary = _temporary(path)
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+    except (SafetensorError, OSError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{path} could not be written: {error}. Make room on the disk and run the same command again: it goes on "
+            "from the last checkpoint, if there is one."
+        ) from error
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, and what was left of one if its writer was killed."""
+    path.unlink(missing_ok=True)
+    _temporary(path).unlink(missing_ok=True)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return all of a checkpoint but its tensors, without reading those."""
+    return _read(path, with_tensors=False)[1]
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what was saved; a damaged file is an error that names it."""
+    return _read(path, with_tensors=True)
+
+
+def _read(path: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            names = list(file.keys()) if with_tensors else []
+            tensors = {name: file.get_tensor(name) for name in names}
+        text, expected = metadata["state"], metadata["state_checksum"]
+        sums = json.loads(metadata["checksums"])
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. {_REMEDY}") from error
+    damaged = [name for name, tensor in tensors.items() if _checksum(tensor) != sums.get(name)]
+    damaged += [] if str(zlib.crc32(text.encode())) == expected else ["state"]
+    if damaged:
+        raise CheckpointError(f"{path} is damaged: {damaged[0]} is not what was written. {_REMEDY}")
+    state: dict[str, Any] = json.loads(text)
+    return tensors, state
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _checksum(tensor: Tensor) -> int:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return zlib.crc32(flat.numpy().data) if len(flat) else 0

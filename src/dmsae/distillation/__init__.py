@@ -1,0 +1,1 @@
+"""The paper's algorithms: distillation (Algorithm 1) and transfer (Algorithm 3)."""

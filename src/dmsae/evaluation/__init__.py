@@ -1,0 +1,1 @@
+"""What an SAE is worth on text it has never seen."""

@@ -1,0 +1,295 @@
+"""The Matryoshka objective and its gradients: `Σ_m w_m ‖x − x̂_m‖² + α·L_aux`, mean over tokens.
+
+`backward_` takes one batch through the SAE with the training-time mask (BatchTopK, a dense core left free) and writes
+every gradient without autograd, at the price of the encoder product and a few sparse ones. The training loop is then
+
+    result = backward_(sae, x, objective, dead, warm_start)
+    step_(sae, optimiser, result.grad_norm, max_norm)
+
+Shapes: B tokens, D model width, K dictionary width, C core latents, G prefixes, A dead latents.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmsae.errors import ConfigError
+from dmsae.sae.sae import SAE
+from dmsae.sae.sparse import Active, Gradients, decode, gradients, latent_offsets
+
+
+class PrefixReduction(StrEnum):
+    """How the squared errors of the G prefixes become one loss."""
+
+    SUM = "sum"
+    """Their sum, as in the paper."""
+    MEAN = "mean"
+    """Their mean."""
+    SAEBENCH = "saebench"
+    """Their sum over G², as the published baselines were trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What is minimised."""
+
+    prefix_reduction: PrefixReduction = PrefixReduction.SUM
+    """How the prefixes' errors are combined."""
+    aux_alpha: float = 1 / 32
+    """Weight α of the auxiliary loss that revives dead latents; 0 turns it off."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prefix_reduction, PrefixReduction):
+            allowed = ", ".join(map(repr, map(str, PrefixReduction)))
+            raise ConfigError(f"prefix_reduction is {self.prefix_reduction!r}; allowed: {allowed}.")
+        if not (math.isfinite(self.aux_alpha) and self.aux_alpha >= 0):
+            raise ConfigError(f"aux_alpha is {self.aux_alpha!r}; it must be a finite number of at least 0.")
+
+    def weight(self, n_prefixes: int) -> float:
+        """Return the weight of each prefix's squared error."""
+        match self.prefix_reduction:
+            case PrefixReduction.SUM:
+                return 1.0
+            case PrefixReduction.MEAN:
+                return 1 / n_prefixes
+            case PrefixReduction.SAEBENCH:
+                return 1 / n_prefixes**2
+
+
+class BatchResult(NamedTuple):
+    """What one batch told, besides the gradients."""
+
+    loss: float
+    """The objective."""
+    prefix_errors: Tensor
+    """Squared error of each prefix, mean over tokens, [G]."""
+    aux_loss: float
+    """The auxiliary loss, before α."""
+    n_fired: Tensor
+    """Number of tokens on which each latent fired, [K]."""
+    l0_core: float
+    """Core latents that fired per token."""
+    l0_noncore: float
+    """Non-core latents that fired per token."""
+    threshold: float
+    """The smallest kept non-core activation, 0 when there is none."""
+    warm_start: float
+    """The smallest activation that BatchTopK kept: what the next batch may start from."""
+    grad_norm: float
+    """Norm of all gradients together."""
+
+
+_SPARSE_FROM = 8
+"""Dead latents per kept one from which sparse products beat dense ones in the auxiliary loss."""
+
+
+class _Auxiliary(NamedTuple):
+    loss: float
+    gradients: Iterator[Gradients]
+
+
+@torch.no_grad()
+def backward_(
+    sae: SAE,
+    x_BD: Tensor,
+    objective: Objective,
+    dead_K: Tensor | None = None,
+    warm_start: float | None = None,
+) -> BatchResult:
+    """Overwrite the gradients of every parameter with those of this batch, and return what the batch told.
+
+    Decoder gradients come without their component along the decoder row, which has unit norm and keeps it. `dead_K`
+    marks the latents that had not fired for long before this batch; those that fire in it are alive. Nothing but the
+    gradients changes, and `warm_start` only saves time.
+    """
+    config = sae.config
+    if x_BD.ndim != 2 or x_BD.shape[1] != config.d_model or not len(x_BD):
+        raise ConfigError(f"x has shape {list(x_BD.shape)}; the SAE takes [B, {config.d_model}] with B > 0.")
+    n_tokens, n_core = len(x_BD), config.n_core
+    centered_BD = x_BD - sae.b_dec
+    input_BD = centered_BD if config.center_input else x_BD
+
+    active, core_BC = sae.train_codes(input_BD, warm_start)
+    offsets = latent_offsets(active, config.width)
+    n_fired = offsets.diff()
+    if core_BC is not None:
+        n_fired[:n_core] = (core_BC > 0).sum(0)
+
+    residuals = _residuals(sae, active, offsets, core_BC, centered_BD)
+    errors_G = torch.stack([_square_norm(residual) for residual in residuals]) / n_tokens
+    auxiliary = _auxiliary(sae, input_BD, residuals[-1], dead_K, n_fired, objective.aux_alpha)
+    weight = objective.weight(len(residuals))
+    upstreams = _upstreams_(residuals, -2 * weight / n_tokens)
+
+    squares: list[Tensor] = []
+    for part in _gradients(sae, active, offsets, core_BC, input_BD, upstreams):
+        squares += _write_(sae, part)
+    for part in auxiliary.gradients if auxiliary is not None else ():
+        squares += _write_(sae, part)
+    squares.append(_write_b_dec_(sae, upstreams[0]))
+
+    aux_loss = auxiliary.loss if auxiliary is not None else 0.0
+    noncore = active.values_S[int(offsets[n_core]) :]
+    return BatchResult(
+        loss=weight * float(errors_G.sum()) + objective.aux_alpha * aux_loss,
+        prefix_errors=errors_G,
+        aux_loss=aux_loss,
+        n_fired=n_fired,
+        l0_core=float(n_fired[:n_core].sum()) / n_tokens,
+        l0_noncore=float(n_fired[n_core:].sum()) / n_tokens,
+        threshold=float(noncore.min()) if len(noncore) else 0.0,
+        warm_start=float(active.values_S.min()) if len(active.values_S) else 0.0,
+        grad_norm=float(torch.stack(squares).sum().sqrt()),
+    )
+
+
+def step_(sae: SAE, optimiser: torch.optim.Adam, grad_norm: float, max_norm: float) -> None:
+    """Clip the gradients to `max_norm`, take one optimiser step, and bring decoder rows back to unit norm."""
+    # The fused kernel divides the gradients by `grad_scale` as it reads them: clipping costs no pass of its own.
+    excess = (grad_norm + 1e-6) / max_norm
+    scale = torch.tensor(excess, dtype=torch.float32, device=sae.W_dec.device) if excess > 1 else None
+    optimiser.grad_scale = scale  # type: ignore[attr-defined]
+    optimiser.step()
+    sae.renormalise_()
+
+
+def adam(sae: SAE, lr: float, betas: tuple[float, float] = (0.9, 0.999)) -> torch.optim.Adam:
+    """Return the optimiser of an SAE's trainable parameters; the frozen core is not among them."""
+    return torch.optim.Adam(sae.parameters(), lr=lr, betas=betas, fused=True)
+
+
+def _residuals(sae: SAE, active: Active, offsets: Tensor, core_BC: Tensor | None, target_BD: Tensor) -> list[Tensor]:
+    """Return x − x̂_m for every prefix m; `target_BD` is x − b_dec."""
+    residuals: list[Tensor] = []
+    bounds = offsets[[0, *sae.config.prefixes]].tolist()
+    for part_BD in decode(active, bounds, sae.W_dec, len(target_BD)):
+        if core_BC is not None and not residuals:
+            part_BD.addmm_(core_BC, sae.W_dec[: sae.config.n_core])
+        target_BD = torch.sub(target_BD, part_BD, out=part_BD)
+        residuals.append(target_BD)
+    return residuals
+
+
+def _upstreams_(residuals: list[Tensor], factor: float) -> list[Tensor]:
+    """Turn residuals, in place, into the loss's gradient with respect to what each group adds.
+
+    A latent of group g takes part in prefixes g, g + 1, …, so it sees the sum of their residuals.
+    """
+    residuals[-1].mul_(factor)
+    for later, residual in pairwise(reversed(residuals)):
+        torch.add(later, residual, alpha=factor, out=residual)
+    return residuals
+
+
+def _gradients(
+    sae: SAE,
+    active: Active,
+    offsets: Tensor,
+    core_BC: Tensor | None,
+    input_BD: Tensor,
+    upstreams: list[Tensor],
+) -> Iterator[Gradients]:
+    """Yield the gradients of all latents."""
+    n_core, n_unmasked = sae.config.n_core, sae.config.n_unmasked
+    if core_BC is not None:
+        yield _dense_gradients(core_BC, upstreams[0], None, sae.W_dec[:n_core])
+    yield from gradients(active, offsets, range(n_unmasked, n_core), upstreams[0], None, sae.W_dec)
+    for (first, stop), upstream_BD in zip(pairwise((n_core, *sae.config.prefixes)), upstreams, strict=True):
+        yield from gradients(active, offsets, range(first, stop), upstream_BD, input_BD, sae.W_dec)
+
+
+def _dense_gradients(f_BL: Tensor, upstream_BD: Tensor, x_BD: Tensor | None, W_dec_LD: Tensor) -> Gradients:
+    """Return the gradients of a few latents that fire on many tokens."""
+    df_BL = torch.mm(upstream_BD, W_dec_LD.T).mul_(f_BL > 0)
+    return Gradients(
+        rows=slice(0, len(W_dec_LD)),
+        decoder=f_BL.T @ upstream_BD,
+        parallel=(f_BL * df_BL).sum(0),
+        encoder=None if x_BD is None else df_BL.T @ x_BD,
+        bias=df_BL.sum(0),
+    )
+
+
+def _auxiliary(
+    sae: SAE, input_BD: Tensor, residual_BD: Tensor, dead_K: Tensor | None, n_fired: Tensor, alpha: float
+) -> _Auxiliary | None:
+    """Rebuild the residual from each token's largest dead non-core latents; return the loss and its gradients."""
+    n_core, n_kept, n_tokens = sae.config.n_core, sae.config.d_model // 2, len(input_BD)
+    if dead_K is None or alpha == 0:
+        return None
+    dead_A = (dead_K & (n_fired == 0))[n_core:].nonzero().squeeze(1) + n_core
+    if not len(dead_A):
+        return None
+    decoder_AD = sae.W_dec[dead_A]
+    f_BA = torch.addmm(sae.b_enc[dead_A], input_BD, sae.W_enc_free[dead_A - n_core].T).relu_()
+    values, indices = f_BA.topk(min(n_kept, len(dead_A)), sorted=False)
+
+    sparse = len(dead_A) > _SPARSE_FROM * n_kept
+    if sparse:
+        active = _by_latent(values, indices)
+        (part_BD,) = decode(active, (0, len(active.values_S)), decoder_AD, n_tokens)
+        error_BD = residual_BD - part_BD
+    else:
+        f_BA.zero_().scatter_(1, indices, values)
+        error_BD = torch.addmm(residual_BD, f_BA, decoder_AD, alpha=-1)
+    variance = (residual_BD - residual_BD.mean(0)).square_().sum() / n_tokens
+    loss = float(error_BD.square().sum() / n_tokens / variance)
+    if not math.isfinite(loss):
+        return None
+    upstream_BD = error_BD.mul_(-2 * alpha / (n_tokens * variance))
+    if sparse:
+        offsets = latent_offsets(active, len(dead_A))
+        parts = gradients(active, offsets, range(len(dead_A)), upstream_BD, input_BD, decoder_AD)
+    else:
+        parts = iter([_dense_gradients(f_BA, upstream_BD, input_BD, decoder_AD)])
+    return _Auxiliary(loss, (part._replace(rows=dead_A[part.rows]) for part in parts))
+
+
+def _by_latent(values_BS: Tensor, indices_BS: Tensor) -> Active:
+    """Return each token's positive activations, given with their latents, in the order that `Active` has."""
+    tokens, places = (values_BS > 0).nonzero(as_tuple=True)
+    latents, order = torch.sort(indices_BS[tokens, places].int(), stable=True)
+    return Active(latents, tokens[order].int(), values_BS[tokens, places][order])
+
+
+def _write_(sae: SAE, part: Gradients) -> list[Tensor]:
+    """Write gradients into `.grad`, the decoder's projected, and return their square norms."""
+    decoder = part.decoder.addcmul_(sae.W_dec[part.rows], part.parallel[:, None], value=-1)
+    _grad(sae.W_dec)[part.rows] = decoder
+    _grad(sae.b_enc)[part.rows] = part.bias
+    squares = [_square_norm(decoder), _square_norm(part.bias)]
+    n_core = sae.config.n_core
+    if part.encoder is not None:
+        rows = part.rows
+        free = slice(rows.start - n_core, rows.stop - n_core) if isinstance(rows, slice) else rows - n_core
+        _grad(sae.W_enc_free)[free] = part.encoder
+        squares.append(_square_norm(part.encoder))
+    return squares
+
+
+def _write_b_dec_(sae: SAE, upstream_BD: Tensor) -> Tensor:
+    """Write the gradient of b_dec, which the encoder sees too when it centres its input; return its square norm."""
+    n_core = sae.config.n_core
+    grad_D = upstream_BD.sum(0)
+    if sae.config.center_input:
+        bias_K = _grad(sae.b_enc)
+        grad_D -= bias_K[:n_core] @ sae.W_enc_core + bias_K[n_core:] @ sae.W_enc_free
+    _grad(sae.b_dec).copy_(grad_D)
+    return _square_norm(grad_D)
+
+
+def _square_norm(tensor: Tensor) -> Tensor:
+    flat = tensor.flatten()
+    return torch.dot(flat, flat)
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

@@ -1,0 +1,1 @@
+"""Text becomes packed contexts of tokens."""

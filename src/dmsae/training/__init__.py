@@ -1,0 +1,1 @@
+"""One or several SAEs trained on one stream of activations."""

@@ -1,0 +1,186 @@
+"""One SAE in training: its weights, its optimiser, and what it remembers between steps.
+
+Shapes: B tokens in a batch, D model width, K dictionary width.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmsae.errors import ConfigError
+from dmsae.sae.objective import BatchResult, adam, backward_, step_
+from dmsae.sae.sae import SAE, SAEConfig
+from dmsae.seeds import generator
+from dmsae.training.schedule import Schedule, TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One SAE to be trained: its name (also its directory), what it is, and the core rows it starts from."""
+
+    name: str
+    sae: SAEConfig
+    core_rows: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            self.sae.check_core_rows(self.core_rows)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
+
+    def core_sha256(self) -> str | None:
+        """Return a hash of the core's rows, or None without a core."""
+        if self.core_rows is None:
+            return None
+        rows = self.core_rows.detach().cpu().float().contiguous()
+        return hashlib.sha256(rows.numpy().tobytes()).hexdigest()
+
+
+class State(StrEnum):
+    """How an SAE's training stands."""
+
+    TRAINING = "training"
+    FINISHED = "finished"
+    COLLAPSED = "collapsed"
+    DIVERGED = "diverged"
+
+
+_FACTS = ("threshold", "warm_start", "has_learned", "low_steps", "state", "ended_at", "cause")
+"""What a learner remembers besides tensors."""
+
+
+class Learner:
+    """One SAE in training, with all of its state."""
+
+    def __init__(self, member: Member, config: TrainConfig, schedule: Schedule, b_dec: Tensor) -> None:
+        self.name, self._config, self._schedule = member.name, config, schedule
+        self.sae = SAE.init(member.sae, generator(config.seed, "init"), member.core_rows).to(b_dec.device)
+        with torch.no_grad():
+            self.sae.b_dec.copy_(b_dec)
+        self.optimiser = adam(self.sae, config.lr, config.betas)
+        self.idle_tokens_K = torch.zeros(member.sae.width, dtype=torch.int64, device=b_dec.device)
+        self.threshold: float | None = None
+        self.warm_start: float | None = None
+        self.has_learned, self.low_steps = False, 0
+        self.state, self.ended_at, self.cause = State.TRAINING, 0, ""
+
+    @property
+    def dead_K(self) -> Tensor:
+        """Which latents have not fired for long."""
+        return self.idle_tokens_K >= self._schedule.dead_after_tokens
+
+    def advance(self, step: int, x_BD: Tensor, variance: float) -> BatchResult:
+        """Take one step, unless its numbers are no longer numbers: then the weights stay as they were."""
+        # The tokens of this batch count as idle for all that do not fire in it, as in the published recipe.
+        dead_K = self.idle_tokens_K + len(x_BD) >= self._schedule.dead_after_tokens
+        result = backward_(self.sae, x_BD, self._config.objective, dead_K, self.warm_start)
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            self._end(State.DIVERGED, step, f"loss {result.loss}, gradient norm {result.grad_norm}")
+            return result
+        self.optimiser.param_groups[0]["lr"] = self._config.lr * self._schedule.lr_factor(step)
+        step_(self.sae, self.optimiser, result.grad_norm, self._config.max_grad_norm)
+        self.warm_start = result.warm_start
+        self.idle_tokens_K += len(x_BD)
+        self.idle_tokens_K[result.n_fired > 0] = 0
+        if step >= self._schedule.threshold_start and result.threshold > 0:
+            beta = self._schedule.threshold_beta if self.threshold is not None else 0.0
+            self.threshold = beta * (self.threshold or 0.0) + (1 - beta) * result.threshold
+            self.sae.set_threshold_(self.threshold)
+        self._watch(step + 1, 1 - float(result.prefix_errors[-1]) / variance)
+        return result
+
+    def finish(self) -> None:
+        """Say how the training ended, if nothing else has ended it before, and make room for saving the SAE."""
+        if self.state is State.TRAINING and self.low_steps > self._patience:
+            self._collapse(self._schedule.steps)
+        elif self.state is State.TRAINING:
+            self._end(State.FINISHED, self._schedule.steps)
+        self.optimiser.state.clear()
+        self.optimiser.zero_grad()
+
+    def folded(self, scale: float) -> SAE:
+        """Return a copy of the SAE as it is used: on raw activations, with its thresholds."""
+        sae = SAE(self.sae.config).to(self.sae.W_dec.device)
+        sae.load_state_dict(self.sae.state_dict())
+        sae.fold_scale_(scale)
+        return sae
+
+    @torch.no_grad()
+    def as_used(self, x_BD: Tensor) -> dict[str, float]:
+        """Return sparsity and explained variance as they are at inference, with thresholds."""
+        n_core = self.sae.config.n_core
+        f_BK = self.sae.encode(x_BD)
+        error = (x_BD - self.sae.decode(f_BK)).square().sum(1).mean()
+        return {
+            "l0_core_inference": float((f_BK[:, :n_core] > 0).sum(1).float().mean()),
+            "l0_noncore_inference": float((f_BK[:, n_core:] > 0).sum(1).float().mean()),
+            "fve_inference": 1 - float(error / (x_BD - x_BD.mean(0)).square().sum(1).mean()),
+        }
+
+    def dead_groups(self) -> list[int]:
+        """Return how many latents are dead in the core and in each prefix group."""
+        bounds = [0, self.sae.config.n_core, *self.sae.config.prefixes]
+        return [int(self.dead_K[low:high].sum()) for low, high in pairwise(bounds)]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint, by name."""
+        found = {f"{self.name}/sae/{name}": tensor for name, tensor in self.sae.state_dict().items()}
+        found[f"{self.name}/idle_tokens"] = self.idle_tokens_K
+        for name, parameter in self.sae.named_parameters():
+            moments = self.optimiser.state.get(parameter, {})
+            found |= {f"{self.name}/adam/{name}/{key}": value for key, value in moments.items()}
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """Return the rest of a checkpoint."""
+        return {name: getattr(self, name) for name in _FACTS}
+
+    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Become what `tensors` and `facts` describe."""
+        mine = {
+            name.removeprefix(f"{self.name}/"): value
+            for name, value in tensors.items()
+            if name.startswith(f"{self.name}/")
+        }
+        self.sae.load_state_dict({name[4:]: value for name, value in mine.items() if name.startswith("sae/")})
+        self.idle_tokens_K.copy_(mine["idle_tokens"])
+        for name, parameter in self.sae.named_parameters():
+            prefix = f"adam/{name}/"
+            moments = {key.removeprefix(prefix): value for key, value in mine.items() if key.startswith(prefix)}
+            if moments:
+                # A copy: what was loaded may be a view of the file. The step counts too live on the device (fused).
+                self.optimiser.state[parameter] = {
+                    key: value.to(parameter.device, copy=True) for key, value in moments.items()
+                }
+        for name in _FACTS:
+            setattr(self, name, State(facts[name]) if name == "state" else facts[name])
+
+    @property
+    def _patience(self) -> int:
+        """Steps without explained variance that are taken for a collapse."""
+        return max(20, self._schedule.steps // 50)
+
+    def _watch(self, n_steps: int, fve: float) -> None:
+        """Notice a collapse: hardly any variance explained, for long, after there had been some.
+
+        Before there has been some the SAE may still be finding its feet: it is judged at the end.
+        """
+        low = fve < self._config.collapse_fve
+        self.has_learned = self.has_learned or not low
+        self.low_steps = self.low_steps + 1 if low else 0
+        if self.has_learned and self.low_steps > self._patience:
+            self._collapse(n_steps)
+
+    def _collapse(self, n_steps: int) -> None:
+        low = self._config.collapse_fve
+        self._end(State.COLLAPSED, n_steps, f"explained variance below {low} for {self.low_steps} steps")
+
+    def _end(self, state: State, n_steps: int, cause: str = "") -> None:
+        """Stop training this SAE after so many steps, for a reason."""
+        self.state, self.ended_at, self.cause = state, n_steps, cause

@@ -1,0 +1,218 @@
+"""A store gives back what was put into it, or says which file is not what was written."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dmsae.activations.harvest import HarvestConfig, harvest
+from dmsae.activations.store import (
+    Split,
+    Store,
+    StoreWriter,
+    find_store,
+    is_complete,
+    list_stores,
+    lock,
+    remove_store,
+    shard_file,
+    token_file,
+)
+from dmsae.errors import BusyError, StoreCorruptError, StoreError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+REQUEST = {"model": {"name": "m", "hook": "h"}, "source": "s"}
+
+
+def make(path: Path, n_shards: int = 2) -> Store:
+    writer = StoreWriter(path, REQUEST)
+    for split in Split:
+        if token_file(split) not in writer.records:
+            writer.add(token_file(split), {"tokens": torch.arange(8, dtype=torch.int32).view(2, 4)}, {})
+    for index in range(n_shards):
+        x = torch.arange(6.0).view(3, 2) + 10 * index
+        writer.add(shard_file(Split.TRAIN, index), {"x": x.half()}, {"padding": index + 1})
+    return writer.finish(d_model=2)
+
+
+def read_all(path: Path) -> None:
+    """Use a store in every way that reading knows."""
+    store = Store.open(path)
+    for record in store.records:
+        store.read(record)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    make(tmp_path / "key")
+    store = Store.open(tmp_path / "key")
+    assert (store.key, store.d_model, store.request) == ("key", 2, REQUEST)
+    assert [record.file for record in store.shards(Split.TRAIN)] == [
+        "train/00000.safetensors",
+        "train/00001.safetensors",
+    ]
+    assert (store.n_rows(Split.TRAIN), store.n_rows(Split.PAIRS)) == (6, 0)
+    assert store.dropped(Split.TRAIN) == {"padding": 3}
+    assert store.tokens(Split.HELDOUT)["tokens"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    batches = list(store.batches(Split.TRAIN, 4))
+    assert [len(batch["x"]) for batch in batches] == [4, 2]
+    assert all(batch["x"].dtype == torch.float32 for batch in batches)
+    assert torch.cat([batch["x"] for batch in batches])[:, 0].tolist() == [0, 2, 4, 10, 12, 14]
+    assert [problem for _, problem in store.verify()] == [None] * 5
+
+
+def test_a_bit_flip_in_any_file_is_named(tmp_path: Path) -> None:
+    make(tmp_path / "whole")
+    files = [path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file()]
+    assert len(files) == 8
+    for file in files:
+        data = (tmp_path / "whole" / file).read_bytes()
+        for at in {0, len(data) // 3, len(data) // 2, len(data) - 1}:
+            for bit in (0, 5):
+                damaged = bytearray(data)
+                damaged[at] ^= 1 << bit
+                path = Path(shutil.copytree(tmp_path / "whole", tmp_path / "damaged"))
+                (path / file).write_bytes(damaged)
+                with pytest.raises(StoreCorruptError, match=rf"{file.name}.*dmsae store remove damaged"):
+                    read_all(path)
+                shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("file", ["store.json", "request.json", "shards.jsonl"])
+def test_every_bit_of_the_small_files_counts(file: str, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    make(path, n_shards=1)
+    data = (path / file).read_bytes()
+
+    @given(st.integers(0, 8 * len(data) - 1))
+    def flip(bit: int) -> None:
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (path / file).write_bytes(damaged)
+        with pytest.raises(StoreCorruptError, match=file):
+            Store.open(path)
+
+    flip()
+    (path / file).write_bytes(data)
+    read_all(path)
+
+
+@pytest.mark.parametrize("file", ["train/00001.safetensors", "tokens/pairs.safetensors", "shards.jsonl"])
+def test_missing_or_shortened_files_are_named(file: str, tmp_path: Path) -> None:
+    make(tmp_path / "key")
+    path = tmp_path / "key" / file
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StoreCorruptError, match=path.name):
+        read_all(tmp_path / "key")
+    path.unlink()
+    with pytest.raises(StoreCorruptError, match=path.name):
+        read_all(tmp_path / "key")
+
+
+def test_verify_goes_on_after_a_damaged_file(tmp_path: Path) -> None:
+    store = make(tmp_path / "key")
+    (store.path / shard_file(Split.TRAIN, 0)).write_bytes(b"")
+    problems = {record.file: problem for record, problem in store.verify()}
+    assert [file for file, problem in problems.items() if problem] == ["train/00000.safetensors"]
+
+
+def test_only_complete_stores_of_this_format_open(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="There is no store at"):
+        Store.open(tmp_path / "absent")
+    StoreWriter(tmp_path / "begun", REQUEST)
+    with pytest.raises(StoreError, match=r"not complete\. Run the same 'dmsae harvest' again"):
+        Store.open(tmp_path / "begun")
+
+
+def test_writer_goes_on_after_a_line_cut_short_but_not_after_damage(tmp_path: Path) -> None:
+    whole = make(tmp_path / "whole")
+    path = tmp_path / "key"
+    writer = StoreWriter(path, REQUEST)
+    writer.add(token_file(Split.PAIRS), {"tokens": torch.arange(8, dtype=torch.int32).view(2, 4)}, {})
+    with (path / "shards.jsonl").open("a") as journal:
+        journal.write('{"file": "tokens/he')
+    assert list(StoreWriter(path, REQUEST).records) == ["tokens/pairs.safetensors"]
+    make(path)
+    assert {p.name: p.read_bytes() for p in path.glob("*.json*")} == {
+        p.name: p.read_bytes() for p in whole.path.glob("*.json*")
+    }
+    lines = (path / "shards.jsonl").read_text().splitlines()
+    (path / "shards.jsonl").write_text("\n".join(["nonsense", *lines[1:]]) + "\n")
+    with pytest.raises(StoreCorruptError, match=r"shards\.jsonl is damaged"):
+        StoreWriter(path, REQUEST)
+
+
+def test_damaged_stores_are_listed_found_and_removed_beside_others(tmp_path: Path) -> None:
+    make(tmp_path / "aa11")
+    StoreWriter(tmp_path / "ab22", REQUEST)
+    for key, file, content in (
+        ("bb33", "shards.jsonl", "nonsense\n"),
+        ("cc44", "request.json", "nonsense"),
+        ("dd55", "store.json", "{}"),
+    ):
+        make(tmp_path / key)
+        (tmp_path / key / file).write_text(content)
+    states = {summary.key: summary.state for summary in list_stores(tmp_path)}
+    expected = {"aa11": "complete", "ab22": "unfinished", "bb33": "damaged", "cc44": "damaged", "dd55": "damaged"}
+    assert states == expected
+    assert list_stores(tmp_path)[0].rows[Split.TRAIN] == 6
+    assert find_store(tmp_path, "b") == tmp_path / "bb33"
+    with pytest.raises(StoreError, match="'a' could be aa11 or ab22"):
+        find_store(tmp_path, "a")
+    with pytest.raises(StoreError, match=r"No store under .* begins with 'zz'\. Known: aa11, ab22, bb33, cc44, dd55"):
+        find_store(tmp_path, "zz")
+    for key in states:
+        remove_store(tmp_path / key)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
+    make(tmp_path / "key")
+    with lock(tmp_path / "key"), pytest.raises(BusyError, match="The store key is in use"):
+        remove_store(tmp_path / "key")
+    read_all(tmp_path / "key")
+
+
+def test_half_a_removal_leaves_nothing_that_counts_as_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "key")
+
+    def killed(path: Path) -> None:
+        (path / shard_file(Split.TRAIN, 0)).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove_store(tmp_path / "key")
+    assert not is_complete(tmp_path / "key")
+    assert not StoreWriter(tmp_path / "key", REQUEST).records
+
+
+def test_a_harvested_store_holds_what_its_layout_says(
+    tiny_config: Callable[..., HarvestConfig], tmp_path: Path
+) -> None:
+    store = harvest(tiny_config(dtype="bfloat16"), tmp_path)
+    names = {split: set(store.read(store.shards(split)[0])) for split in Split}
+    assert names == {
+        Split.PAIRS: {"x", "g", "context", "position"},
+        Split.HELDOUT: {"x", "context", "position"},
+        Split.TRAIN: {"x"},
+    }
+    pairs = store.read(store.shards(Split.PAIRS)[0])
+    assert (pairs["x"].dtype, pairs["g"].dtype) == (torch.bfloat16, torch.float32)
+    assert json.loads((store.path / "request.json").read_text())["model"]["hook"] == "model.layers.0"
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 7, 100])
+def test_batches_run_across_shards(tmp_path: Path, batch_size: int) -> None:
+    """Where shards end is nobody's business: only the last batch is smaller, and the rows are in order."""
+    writer = StoreWriter(tmp_path / "store", {"model": {}})
+    rows = torch.arange(20, dtype=torch.float16)[:, None]
+    for index, part in enumerate(rows.split([6, 1, 9, 4])):
+        writer.add(shard_file(Split.HELDOUT, index), {"x": part, "context": part[:, 0].int()}, {})
+    found = [batch["x"] for batch in writer.finish(1).batches(Split.HELDOUT, batch_size)]
+    assert torch.equal(torch.cat(found), rows.float())
+    assert all(len(batch) == batch_size for batch in found[:-1])

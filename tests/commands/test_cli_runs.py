@@ -1,0 +1,198 @@
+"""The commands that train, on a tiny real model, as a user types them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dmsae.activations.store import Split, list_stores
+from dmsae.cli import main, read_sections
+from dmsae.config import recipe_names
+from dmsae.cores.core import Core
+from dmsae.distillation.transfer import members
+from dmsae.sae.sae import load_sae
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def recipe(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> Path:
+    """A recipe of the user's own, for the tiny model."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(
+        f"""
+        [harvest]
+        train_tokens = 3000
+        heldout_tokens = 300
+        pair_tokens = 600
+        shard_tokens = 512
+        [harvest.model]
+        name = "{tiny_model}"
+        hook = 0
+        device = "cpu"
+        [harvest.text]
+        source = "{tiny_text}"
+        txt_documents = "line"
+        heldout_fraction = 0.2
+        [harvest.tokens]
+        context_length = 16
+        [train]
+        tokens = 6400
+        batch_size = 128
+        lr = 3e-3
+        [distill]
+        width = 64
+        k = 4
+        prefixes = [16, 64]
+        cycles = 2
+        [distill.train]
+        tokens = 6400
+        batch_size = 128
+        lr = 3e-3
+        [distill.attribution]
+        batch_size = 128
+        [transfer]
+        width = 96
+        k = [3, 6]
+        core_modes = ["dense", "sparse"]
+        baselines = ["msae"]
+        [transfer.train]
+        tokens = 6400
+        batch_size = 128
+        lr = 3e-3
+        """,
+        encoding="utf8",
+    )
+    return path
+
+
+def test_from_text_to_transferred_saes(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["distill", "--recipe", str(recipe), "--out", "run"])
+    printed = capsys.readouterr().out
+    assert "Distilled core" in printed
+    n_distilled = json.loads(Path("run/summary.json").read_text())["n_distilled"]
+    core = Core.load(Path("run/distilled"))
+    assert len(core) == n_distilled > 0
+
+    main(["status", "run"])
+    assert "Nothing is left to do" in capsys.readouterr().out
+
+    main(["transfer", "--recipe", str(recipe), "--core", "run", "--out", "saes"])
+    printed = capsys.readouterr().out
+    names = [member.name for member in members(read_sections(str(recipe))["transfer"], core)]
+    assert names == ["dense-k3", "sparse-k3", "msae-k3", "dense-k6", "sparse-k6", "msae-k6"]
+    assert all(name in printed for name in names)
+
+    main(["core", "show", "run", "--top", "2"])
+    shown = capsys.readouterr().out
+    assert f"Core of {n_distilled} latents" in shown
+    assert "»w" in shown
+
+    main(["core", "diff", "run/cycle-1", "run/cycle-2"])
+    compared = capsys.readouterr().out
+    assert f"{n_distilled} were kept" in compared
+    assert "first in as many random directions" in compared
+    assert "1.000" in compared, "a latent that was kept is its own nearest"
+
+    main(["core", "ablate", "run", "--latents", "4", "--contexts", "6"])
+    assert "Spearman" in capsys.readouterr().out
+    assert json.loads(Path("run/cycle-2/ablation/agreement.json").read_text())["n_latents"] == 4
+
+    (store,) = [path.name for path in (tmp_path / "cache" / "stores").iterdir()]
+    main(["train", "--recipe", str(recipe), "--store", store[:6], "--out", "one", "--width", "64", "--k", "4"])
+    shape = ["--width", "64", "--k", "4", "--tokens", "6400", "--batch-size", "128", "--kind", "batchtopk"]
+    main(["train", "--store", store, "--out", "two", *shape, "--core", "run", "--core-mode", "sparse"])
+    with pytest.raises(SystemExit):
+        main(["core", "ablate", "one"])
+    assert "not a distillation" in capsys.readouterr().err
+    assert load_sae(Path("one/sae")).config.prefixes == (2, 6, 14, 30, 64)
+    assert load_sae(Path("two/sae")).config.n_core == n_distilled
+
+
+def test_a_directory_of_another_run_is_refused_before_the_harvest(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    main(["distill", "--recipe", str(recipe), "--out", str(tmp_path / "run")])
+    monkeypatch.setattr("dmsae.activations.harvest.Harvest.run", lambda _: pytest.fail("harvested first"))
+    for where, message in (("taken", "is not empty and holds no run"), ("run", "store: was")):
+        with pytest.raises(SystemExit):
+            main(["distill", "--recipe", str(recipe), "--out", str(tmp_path / where), "--harvest.seed", "5"])
+        assert message in capsys.readouterr().err
+
+
+def test_live_distillation_keeps_no_training_activations(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With activations stored in float32 and one epoch at most, live and disk come to the same core."""
+    common = ["--recipe", str(recipe), "--harvest.dtype", "float32", "--train.tokens", "2560"]
+    main(["distill", *common, "--out", str(tmp_path / "disk")])
+    main(["distill", *common, "--out", str(tmp_path / "live"), "--live"])
+    capsys.readouterr()
+    disk, live = Core.load(tmp_path / "disk" / "distilled"), Core.load(tmp_path / "live" / "distilled")
+    assert disk.identities == live.identities
+    assert disk.digest() == live.digest()
+    made_from = json.loads((tmp_path / "live" / "config.json").read_text())["live"]
+    assert made_from["train_tokens"] == 3000
+    rows = [one.rows[Split.TRAIN] for one in list_stores(tmp_path / "cache" / "stores")]
+    assert sorted(rows) == [0, 3000]
+
+    saes = ["--k", "3", "--core-modes", "dense", "--train.tokens", "2560", "--harvest.dtype", "float32"]
+    saes += ["--core", str(tmp_path / "live"), "--out", str(tmp_path / "s"), "--live"]
+    main(["transfer", "--recipe", str(recipe), *saes])
+    assert load_sae(tmp_path / "s" / "dense-k3").config.n_core == len(live)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--store", "abc", "--out", "x"], "No store under"),
+        (["transfer", "--core", "nowhere", "--out", "x"], "holds no core"),
+        (["status", "nowhere"], "holds no run"),
+        (["core", "show", "nowhere"], "holds no core"),
+        (["distill", "--recipe", "demoo", "--out", "x"], "Did you mean 'demo'"),
+        (["distill", "--out", "x", "--coverage", "1.5"], "coverage = 1.5"),
+        (["distill", "--out", "x", "--live", "--store", "abc"], "leave out --store"),
+    ],
+)
+def test_bad_input_is_a_message_and_writes_nothing(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+    assert not Path("x").exists()
+
+
+def test_every_shipped_recipe_fits_its_configs() -> None:
+    for name in recipe_names():
+        sections = read_sections(name)
+        sections["distill"].sae(576, 0)
+
+
+def test_a_harvest_that_cannot_be_met_leaves_no_store(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["harvest", "--recipe", str(recipe), "--train-tokens", "9000000"])
+    assert "too small" in capsys.readouterr().err
+    main(["store", "list"])
+    assert "No stores under" in capsys.readouterr().out
+
+
+def test_a_train_table_meant_for_a_distillation_is_pointed_out(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = recipe.read_text(encoding="utf8")
+    recipe.write_text(text.replace("[distill.train]", "[transfer.attribution]").split("[transfer.attribution]")[0])
+    with pytest.raises(SystemExit):
+        main(["distill", "--recipe", str(recipe), "--store", "none", "--out", str(tmp_path / "run")])
+    assert "[distill.train] counts" in capsys.readouterr().err.replace("\n", " ")

@@ -1,0 +1,150 @@
+"""Latent ablation against one forward pass per latent and context, written out; and how two scorings are compared."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dmsae.activations.base_model import BaseModel
+from dmsae.activations.harvest import Harvest, HarvestConfig
+from dmsae.activations.store import Split, Store
+from dmsae.cores.ablation import AblationConfig, ablate, agreement, spearman
+from dmsae.cores.attribution import Attribution, AttributionConfig, CandidateCodes, QuantileOver, attribute
+from dmsae.errors import AttributionError, ConfigError
+from dmsae.sae.sae import SAE, SAEConfig
+
+N_POOL = 7
+
+
+@pytest.fixture
+def case(tiny_config: Callable[..., HarvestConfig], tmp_path: Path) -> tuple[SAE, Store, BaseModel]:
+    harvest = Harvest(tiny_config(train_tokens=0, heldout_tokens=0, pair_tokens=50), tmp_path)
+    store = harvest.run()
+    generator = torch.Generator().manual_seed(0)
+    config = SAEConfig(16, 24, 2, (N_POOL, 24), n_core=2)
+    sae = SAE.init(config, generator, torch.randn(2, 16, generator=generator))
+    return sae, store, harvest.model
+
+
+@torch.no_grad()
+def literal_changes(sae: SAE, store: Store, model: BaseModel, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Per candidate and context: the change of the loss, its linear prediction, and whether the latent fires."""
+    tokens = store.tokens(Split.PAIRS)["tokens"]
+    f = torch.zeros(N_POOL, *tokens.shape)
+    g = torch.zeros(*tokens.shape, 16)
+    codes = CandidateCodes(sae)
+    for batch in store.batches(Split.PAIRS, batch_size):
+        for row, code in enumerate(codes(batch["x"]).T):
+            f[:, batch["context"][row], batch["position"][row]] = code
+            g[batch["context"][row], batch["position"][row]] = batch["g"][row]
+    change = torch.zeros(N_POOL, len(tokens), dtype=torch.float64)
+    predicted = torch.zeros_like(change)
+    hooked = model.model.get_submodule(model.identity.hook)
+    for n, context in enumerate(tokens):
+        ids = context[context >= 0].long()[None]
+        clean = model.model(input_ids=ids, labels=ids).loss.double() * (ids.shape[1] - 1)
+        for j in range(N_POOL):
+            removed = f[j, n, : ids.shape[1], None] * sae.W_dec[j].detach()
+            predicted[j, n] = -(removed * g[n, : ids.shape[1]]).sum()
+
+            def subtract(_module: Any, _inputs: Any, output: Tensor, removed: Tensor = removed) -> Tensor:
+                return output - removed
+
+            handle = hooked.register_forward_hook(subtract)
+            change[j, n] = model.model(input_ids=ids, labels=ids).loss.double() * (ids.shape[1] - 1) - clean
+            handle.remove()
+    return change, predicted, (f > 0).any(2)
+
+
+@pytest.mark.parametrize("over", QuantileOver)
+def test_scores_equal_one_pass_per_latent_and_context(case: tuple[SAE, Store, BaseModel], over: QuantileOver) -> None:
+    sae, store, model = case
+    scored = attribute(sae, store, AttributionConfig(quantile=0.7, quantile_over=over, batch_size=64))
+    found = ablate(sae, store, model, scored, AblationConfig(n_contexts=999, n_latents=None, batch_contexts=3))
+    change, _, fires = literal_changes(sae, store, model, 64)
+    expected = []
+    for j in range(N_POOL):
+        samples = change[j].abs() if over is QuantileOver.ALL else change[j].abs()[fires[j]]
+        expected.append(float(samples.quantile(0.7)) if len(samples) else 0.0)
+    assert not fires.all()
+    assert found.latents_P.tolist() == list(range(N_POOL))
+    torch.testing.assert_close(found.scores_P, torch.tensor(expected).double(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.firing_rates_P, scored.firing_rates_P)
+    assert found.n_positions == store.n_rows(Split.PAIRS)
+
+
+def test_small_removals_change_the_loss_as_the_gradient_says(case: tuple[SAE, Store, BaseModel]) -> None:
+    sae, store, model = case
+    with torch.no_grad():
+        sae.W_enc_core.mul_(0.005)
+        sae.W_enc_free.mul_(0.005)
+    change, predicted, _ = literal_changes(sae, store, model, 64)
+    assert float((change - predicted).norm()) < 0.05 * float(predicted.norm())
+    scored = attribute(sae, store, AttributionConfig(quantile=1.0, batch_size=64))
+    found = ablate(sae, store, model, scored, AblationConfig(n_contexts=999, n_latents=None))
+    torch.testing.assert_close(found.scores_P, predicted.abs().amax(1), rtol=0.05, atol=5e-4)
+
+
+def test_a_sample_of_contexts_and_the_highest_latents(case: tuple[SAE, Store, BaseModel]) -> None:
+    sae, store, model = case
+    scored = attribute(sae, store, AttributionConfig(quantile=0.9))
+    config = AblationConfig(n_contexts=2, n_latents=3)
+    found = ablate(sae, store, model, scored, config)
+    assert found.latents_P.tolist() == sorted(scored.scores_P.sort(descending=True).indices[:3].tolist())
+    assert found.facts["n_contexts"] == 2
+    assert found.n_positions < store.n_rows(Split.PAIRS)
+    assert torch.equal(found.scores_P, ablate(sae, store, model, scored, config).scores_P)
+
+
+def test_an_edit_that_changes_nothing_leaves_the_losses(case: tuple[SAE, Store, BaseModel]) -> None:
+    _, store, model = case
+    tokens = store.tokens(Split.PAIRS)["tokens"][:4]
+    clean = model.losses(tokens)
+    assert torch.equal(model.losses(tokens, lambda x: x), clean)
+    assert torch.equal(model.gradients(tokens).loss_NL, clean)
+    seen = []
+    changed = model.losses(tokens, lambda x: seen.append(x) or torch.zeros_like(x))
+    assert torch.equal(seen[0], model.activations(tokens))
+    assert not torch.allclose(changed[:, :-1], clean[:, :-1])
+
+
+def test_another_model_is_refused(case: tuple[SAE, Store, BaseModel]) -> None:
+    sae, store, model = case
+    scored = attribute(sae, store)
+    store.model["weights_sha256"] = "other"
+    with pytest.raises(ConfigError, match="Load the store's own model"):
+        ablate(sae, store, model, scored)
+
+
+@pytest.mark.parametrize("name", ["n_contexts", "n_latents", "batch_contexts"])
+def test_impossible_settings_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        AblationConfig(**{name: 0})
+
+
+def scoring(scores: dict[int, float]) -> Attribution:
+    latents = torch.tensor(list(scores))
+    return Attribution(latents, torch.tensor(list(scores.values())).double(), torch.ones(len(scores)), 5, {})
+
+
+def test_agreement_is_on_shared_latents() -> None:
+    first = scoring({0: 100.0, 1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0})
+    second = scoring({1: 4.0, 2: 1.0, 3: 3.0, 4: 2.0})
+    found = agreement(first, second, coverage=0.7)
+    assert (found.n_latents, found.n_first, found.n_second, found.n_both) == (4, 2, 2, 1)
+    assert found.jaccard == pytest.approx(1 / 3)
+    assert found.spearman == pytest.approx(0.4)
+    assert agreement(first, first, 0.9)[1:] == (pytest.approx(1.0), 1, 1, 1, 1.0)
+    with pytest.raises(AttributionError, match="no latent in common"):
+        agreement(first, scoring({7: 1.0}), 0.9)
+
+
+def test_rank_correlation_with_ties() -> None:
+    """With tied values Spearman's coefficient is Pearson's of the mean ranks."""
+    found = spearman(torch.tensor([1.0, 2.0, 2.0, 5.0]), torch.tensor([0.0, 3.0, 1.0, 1.0]))
+    assert found == pytest.approx(np.corrcoef([1, 2.5, 2.5, 4], [1, 4, 2.5, 2.5])[0, 1])
+    assert spearman(torch.ones(3), torch.arange(3.0)) is None

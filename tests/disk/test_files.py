@@ -1,0 +1,134 @@
+"""Files are whole or absent; locks end with their process; space is asked for before it is used."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dmsae.disk import files
+from dmsae.disk.files import (
+    canonical_hash,
+    exclusive_lock,
+    human_bytes,
+    require_space,
+    sha256_of,
+    write_bytes,
+    write_tensors,
+)
+from dmsae.errors import BusyError, DiskSpaceError
+from dmsae.seeds import derive_seed, generator
+
+
+def test_write_replaces_whole_files_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+    write_bytes(path, b"old")
+    (path.parent / "file.tmp").write_bytes(b"a killed writer's leftover, longer than what comes next")
+    write_bytes(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [entry.name for entry in path.parent.iterdir()] == ["file"]
+
+
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_bytes(path, b"old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskSpaceError, match=r"filled up while .*file .* run the same command again"):
+        write_bytes(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_other_write_errors_pass_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_bytes(tmp_path / "file", b"new")
+
+
+def test_tensors_round_trip_with_their_checksum(tmp_path: Path) -> None:
+    tensors = {"x": torch.arange(6.0).view(2, 3).T, "n": torch.tensor([1, 2])}
+    assert write_tensors(tmp_path / "t.safetensors", tensors) == sha256_of(tmp_path / "t.safetensors")
+    found = load_file(tmp_path / "t.safetensors")
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_canonical_hash_sees_values_and_not_the_order_of_keys() -> None:
+    assert canonical_hash({"a": 1, "b": [1, 2]}) == canonical_hash({"b": [1, 2], "a": 1})
+    assert canonical_hash({"a": 1, "b": [1, 2]}) != canonical_hash({"a": 1, "b": [2, 1]})
+
+
+def test_lock_keeps_out_others_and_ends_with_the_block(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with (
+        exclusive_lock(path, "The thing"),
+        pytest.raises(BusyError, match=f"The thing is in use by process {os.getpid()}"),
+        exclusive_lock(path, "The thing"),
+    ):
+        pass
+    with exclusive_lock(path, "The thing"):
+        pass
+
+
+def test_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom dmsae.disk.files import exclusive_lock\n"
+        "with exclusive_lock(Path(sys.argv[1]), 'it'):\n    print('held', flush=True)\n    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(BusyError, match=f"process {holder.pid}"), exclusive_lock(path, "it"):
+            pass
+        holder.kill()
+    with exclusive_lock(path, "it"):
+        pass
+
+
+def test_lock_on_a_removed_file_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening the file and locking it, the former holder removes it, as removing a store does."""
+    path = tmp_path / "store" / "lock"
+    really = files.fcntl.flock
+    calls = []
+
+    def slow_flock(file: object, operation: int) -> None:
+        calls.append(operation)
+        if len(calls) == 1:
+            path.unlink()
+        really(file, operation)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(files.fcntl, "flock", slow_flock)
+    with exclusive_lock(path, "it"):
+        assert len(calls) == 2
+        with pytest.raises(BusyError), exclusive_lock(path, "it"):
+            pass
+
+
+def test_space_is_measured_where_the_directory_will_be(tmp_path: Path) -> None:
+    require_space(tmp_path / "not" / "yet", 1, "It")
+    with pytest.raises(DiskSpaceError, match=r"It needs 1000000\.00 TB, .* but only .* are free under"):
+        require_space(tmp_path / "not" / "yet", 10**18, "It")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2_500_000, "2.5 MB"), (3e12, "3.00 TB")]
+)
+def test_human_bytes(count: float, text: str) -> None:
+    assert human_bytes(count) == text
+
+
+def test_seeds_depend_on_every_part_of_their_purpose() -> None:
+    purposes = [(0, "a"), (0, "b"), (1, "a"), ("0", "a"), (0, "a", 1), (0, "a1")]
+    assert len({derive_seed(*purpose) for purpose in purposes}) == len(purposes)
+    assert torch.equal(torch.rand(3, generator=generator(0, "a")), torch.rand(3, generator=generator(0, "a")))

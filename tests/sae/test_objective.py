@@ -1,0 +1,218 @@
+"""The sparse step against the same step written densely and differentiated by autograd, in float64."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dmsae.errors import ConfigError
+from dmsae.sae.objective import Objective, PrefixReduction, adam, backward_, step_
+from dmsae.sae.sae import SAE, CoreMode, SAEConfig
+from strategies import configs
+
+PARAMETERS = ("W_enc_free", "b_enc", "W_dec", "b_dec")
+
+
+class Reference(NamedTuple):
+    loss: Tensor
+    errors: list[Tensor]
+    aux: Tensor
+    f: Tensor
+    grads: dict[str, Tensor]
+
+
+def dense_mask(sae: SAE, f: Tensor) -> Tensor:
+    """Which activations survive: a dense core's positives, and the k·B largest of the rest, first come first kept."""
+    first = sae.config.n_unmasked
+    competing = f[:, first:].T.flatten()  # latent-major: of equal activations the lower latent survives
+    order = competing.sort(descending=True, stable=True).indices[: sae.config.k * len(f)]
+    mask = torch.zeros_like(competing).index_fill(0, order, 1).view(-1, len(f)).T
+    return torch.cat([torch.ones_like(f[:, :first]), mask], dim=1) * (f > 0)
+
+
+def dense_reference(sae: SAE, x: Tensor, objective: Objective, dead: Tensor | None) -> Reference:
+    config = sae.config
+    leaves = {name: getattr(sae, name).detach().clone().requires_grad_() for name in PARAMETERS}
+    W_enc = torch.cat([sae.W_enc_core, leaves["W_enc_free"]])
+    inputs = x - leaves["b_dec"] if config.center_input else x
+    all_f = (inputs @ W_enc.T + leaves["b_enc"]).relu()
+    f = all_f * dense_mask(sae, all_f.detach())
+    errors = []
+    for size in config.prefixes:
+        reconstruction = f[:, :size] @ leaves["W_dec"][:size] + leaves["b_dec"]
+        errors.append((x - reconstruction).square().sum(1).mean())
+    n = len(errors)
+    weight = {"sum": 1, "mean": 1 / n, "saebench": 1 / n**2}[objective.prefix_reduction]
+    aux = torch.zeros((), dtype=x.dtype)
+    if dead is not None:
+        dead = dead & (f.detach() == 0).all(0)
+        dead[: config.n_core] = False
+    if dead is not None and dead.any():
+        residual = (x - reconstruction).detach()
+        top = all_f[:, dead].topk(min(config.d_model // 2, int(dead.sum())), dim=1)
+        kept = torch.zeros_like(all_f[:, dead]).scatter(1, top.indices, top.values)
+        error = (residual - kept @ leaves["W_dec"][dead]).square().sum(1).mean()
+        variance = (residual - residual.mean(0)).square().sum(1).mean()
+        aux = (error / variance).nan_to_num(0.0)
+    loss = weight * sum(errors) + objective.aux_alpha * aux
+    grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    rows = sae.W_dec.detach()
+    grads["W_dec"] -= (grads["W_dec"] * rows).sum(1, keepdim=True) * rows
+    return Reference(loss, errors, aux, f.detach(), grads)
+
+
+def make_sae(config: SAEConfig, seed: int) -> SAE:
+    generator = torch.Generator().manual_seed(seed)
+    core = torch.randn(config.n_core, config.d_model, generator=generator)
+    sae = SAE.init(config, generator, core).double()
+    with torch.no_grad():
+        sae.renormalise_()
+        sae.W_enc_free += 0.3 * torch.randn(sae.W_enc_free.shape, generator=generator)
+        sae.b_enc += 0.2 * torch.randn(config.width, generator=generator)
+        sae.b_dec += 0.2 * torch.randn(config.d_model, generator=generator)
+    return sae
+
+
+def assert_same(sae: SAE, x: Tensor, objective: Objective, dead: Tensor | None, warm: float | None) -> None:
+    expected = dense_reference(sae, x, objective, dead)
+    result = backward_(sae, x, objective, dead, warm)
+    close = {"rtol": 1e-10, "atol": 1e-12}
+    torch.testing.assert_close(result.loss, expected.loss.item(), **close)
+    torch.testing.assert_close(result.prefix_errors, torch.stack(expected.errors), **close)
+    torch.testing.assert_close(result.aux_loss, expected.aux.item(), **close)
+    for name, grad in expected.grads.items():
+        torch.testing.assert_close(getattr(sae, name).grad, grad, **close, msg=lambda m, n=name: f"{n}: {m}")
+    total = torch.stack([grad.norm() for grad in expected.grads.values()]).norm()
+    torch.testing.assert_close(result.grad_norm, total.item(), **close)
+    n_core, fired = sae.config.n_core, (expected.f > 0)
+    assert torch.equal(result.n_fired.long(), fired.sum(0))
+    assert result.l0_core == pytest.approx(fired[:, :n_core].sum().item() / len(x))
+    assert result.l0_noncore == pytest.approx(fired[:, n_core:].sum().item() / len(x))
+    noncore = expected.f[:, n_core:][fired[:, n_core:]]
+    assert result.threshold == pytest.approx(noncore.min().item() if len(noncore) else 0.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    config=configs(40, 6, 4, 12),
+    seed=st.integers(0, 2**16),
+    n_tokens=st.integers(2, 24),
+    reduction=st.sampled_from(PrefixReduction),
+    dead_share=st.sampled_from([None, 0.0, 0.3, 1.0]),
+    warm=st.sampled_from([None, 0.05, 0.5, 1.5, 50.0]),
+)
+def test_losses_and_gradients_equal_dense_autograd(
+    config: SAEConfig,
+    seed: int,
+    n_tokens: int,
+    reduction: PrefixReduction,
+    dead_share: float | None,
+    warm: float | None,
+) -> None:
+    sae = make_sae(config, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    x = torch.randn(n_tokens, config.d_model, generator=generator, dtype=torch.float64)
+    dead = None if dead_share is None else torch.rand(config.width, generator=generator) < dead_share
+    assert_same(sae, x, Objective(reduction), dead, warm)
+
+
+@pytest.mark.parametrize("core_mode", CoreMode)
+def test_ties_keep_exactly_k_per_token(core_mode: CoreMode) -> None:
+    config = SAEConfig(4, 12, 3, (5, 12), n_core=2, core_mode=core_mode)
+    sae = make_sae(config, 0)
+    with torch.no_grad():
+        sae.W_enc_free.copy_(sae.W_enc_free[:1].expand(10, 4))
+        sae.b_enc.fill_(5.0)
+    x = torch.randn(1, 4, dtype=torch.float64).expand(6, 4).contiguous()
+    result = backward_(sae, x, Objective())
+    competing = result.n_fired[config.n_unmasked :].sum()
+    assert competing == 3 * 6
+    assert_same(sae, x, Objective(), None, None)
+
+
+def test_fewer_positives_than_k_keeps_the_positives() -> None:
+    config = SAEConfig(6, 20, 15, (4, 20))
+    sae = make_sae(config, 3)
+    with torch.no_grad():
+        sae.b_enc -= 1.5
+    x = torch.randn(16, 6, dtype=torch.float64)
+    assert backward_(sae, x, Objective()).l0_noncore < 15
+    assert_same(sae, x, Objective(), torch.ones(20, dtype=torch.bool), None)
+
+
+def test_nothing_fires() -> None:
+    config = SAEConfig(6, 20, 4, (4, 20))
+    sae = make_sae(config, 3)
+    with torch.no_grad():
+        sae.b_enc -= 100
+    assert_same(sae, torch.randn(8, 6, dtype=torch.float64), Objective(), None, 1.0)
+
+
+def test_many_blocks_give_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmsae.sae.sparse._BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr("dmsae.sae.sparse._GRADIENT_ELEMENTS", 7 * 8)
+    config = SAEConfig(8, 60, 4, (10, 30, 60), n_core=5, core_mode=CoreMode.SPARSE)
+    dead = torch.rand(60) < 0.5
+    for warm in (None, 0.5):
+        assert_same(make_sae(config, 1), torch.randn(20, 8, dtype=torch.float64), Objective(), dead, warm)
+
+
+def test_many_dead_latents_are_rebuilt_sparsely(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SAEConfig(4, 60, 2, (10, 60), n_core=5)
+    sae, x = make_sae(config, 1), torch.randn(20, 4, dtype=torch.float64)
+    with torch.no_grad():
+        sae.b_enc[20:] -= 1.0
+    dead = torch.arange(60) >= 20
+    assert_same(sae, x, Objective(), dead, None)
+    sparse_grad = sae.W_enc_free.grad.clone()
+    monkeypatch.setattr("dmsae.sae.objective._SPARSE_FROM", 1000)
+    assert backward_(sae, x, Objective(), dead).aux_loss > 0
+    torch.testing.assert_close(sae.W_enc_free.grad, sparse_grad)
+
+
+def test_only_gradients_change() -> None:
+    sae = make_sae(SAEConfig(6, 20, 4, (8, 20), n_core=3), 0)
+    before = {name: tensor.clone() for name, tensor in sae.state_dict().items()}
+    x = torch.randn(8, 6, dtype=torch.float64)
+    given_x = x.clone()
+    first = backward_(sae, x, Objective())
+    grad = sae.W_dec.grad.clone()
+    second = backward_(sae, x, Objective(), warm_start=first.warm_start)
+    assert torch.equal(x, given_x)
+    assert all(torch.equal(before[name], tensor) for name, tensor in sae.state_dict().items())
+    assert first.loss == second.loss
+    assert torch.equal(grad, sae.W_dec.grad)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_step_equals_clip_adam_renormalise(scale: float) -> None:
+    config = SAEConfig(6, 24, 4, (8, 24), n_core=3)
+    ours, plain = make_sae(config, 0), make_sae(config, 0)
+    optimiser = adam(ours, lr=1e-2)
+    reference = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    core = ours.W_enc_core.clone()
+    for seed in range(5):
+        x = scale * torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        step_(ours, optimiser, backward_(ours, x, Objective()).grad_norm, 1.0)
+        for name, grad in dense_reference(plain, x, Objective(), None).grads.items():
+            getattr(plain, name).grad = grad
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        reference.step()
+        plain.W_dec.data /= plain.W_dec.data.norm(dim=1, keepdim=True)
+    for name in PARAMETERS:
+        torch.testing.assert_close(getattr(ours, name), getattr(plain, name), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(ours.W_dec.norm(dim=1), torch.ones(24, dtype=torch.float64))
+    assert torch.equal(ours.W_enc_core, core)
+
+
+def test_errors_name_the_field() -> None:
+    with pytest.raises(ConfigError, match=r"prefix_reduction is 'max'"):
+        Objective("max")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"aux_alpha is -1"):
+        Objective(aux_alpha=-1)
+    sae = make_sae(SAEConfig(6, 24, 4, (24,)), 0)
+    with pytest.raises(ConfigError, match=r"x has shape \[3, 5\]"):
+        backward_(sae, torch.zeros(3, 5), Objective())

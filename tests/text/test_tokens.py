@@ -1,0 +1,81 @@
+"""Packing loses and invents nothing, and the mask's counts add up."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+
+from conftest import WORDS, build_tokenizer
+from dmsae.errors import ConfigError
+from dmsae.text.tokens import PAD, Context, KeepMask, Packer, TokenConfig, has_target
+
+BOS, EOS = 0, 1
+tokenizer = functools.cache(build_tokenizer)
+documents = st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=30).map(" ".join), max_size=12)
+
+
+def pack(texts: list[str], config: TokenConfig, n_calls: int = 1) -> list[Context]:
+    packer = Packer(tokenizer(), config)
+    size = max(1, -(-len(texts) // n_calls))
+    contexts = [c for at in range(0, len(texts), size) for c in packer.add(texts[at : at + size])]
+    return contexts + list(packer.flush())
+
+
+@given(documents, st.integers(2, 12), st.booleans(), st.integers(1, 4))
+def test_packing_loses_and_invents_nothing(texts: list[str], length: int, bos: bool, n_calls: int) -> None:
+    contexts = pack(texts, TokenConfig(length, prepend_bos=bos), n_calls)
+    expected = [[*tokenizer()(text).input_ids, EOS] for text in texts]
+    body = [c.tokens_L[int(bos) :] for c in contexts]
+    starts = [c.starts_L[int(bos) :] for c in contexts]
+    flat = np.concatenate([*body, np.zeros(0, np.int32)])
+    real = flat != PAD
+    assert flat[real].tolist() == [token for ids in expected for token in ids]
+    assert all(len(c.tokens_L) == len(c.starts_L) == length for c in contexts)
+    assert all(c.tokens_L[0] == BOS and not c.starts_L[0] for c in contexts if bos)
+    # Padding stands only at the end of the last context.
+    assert real.all() or not real[int(real.sum()) :].any()
+    assert all((c.tokens_L != PAD).all() for c in contexts[:-1])
+    # Document starts are exactly where documents begin.
+    lengths = [len(ids) for ids in expected]
+    begins = np.cumsum([0, *lengths[:-1]]).tolist() if lengths else []
+    assert np.flatnonzero(np.concatenate([*starts, np.zeros(0, bool)])).tolist() == begins
+
+
+@given(documents.filter(bool), st.integers(2, 12))
+def test_keep_mask_and_drop_counts_are_consistent(texts: list[str], length: int) -> None:
+    tokens_NL = torch.stack([torch.from_numpy(c.tokens_L) for c in pack(texts, TokenConfig(length))])
+    mask = KeepMask.of(tokenizer())
+    keep_NL, dropped = mask(tokens_NL), mask.drop_counts(tokens_NL)
+    assert int(keep_NL.sum()) + sum(dropped.values()) == tokens_NL.numel()
+    assert not keep_NL[:, 0].any()
+    kept = set(tokens_NL[keep_NL].tolist())
+    assert kept.isdisjoint({PAD, *mask.special_ids})
+    assert dropped["padding"] == int((tokens_NL == PAD).sum())
+    assert dropped["first_position"] == len(tokens_NL)
+    follows_NL = has_target(tokens_NL)
+    assert not follows_NL[:, -1].any()
+    assert torch.equal(follows_NL[:, :-1], tokens_NL[:, 1:] != PAD)
+
+
+def test_mask_knows_all_special_tokens() -> None:
+    assert KeepMask.of(tokenizer()).special_ids == (0, 1, 2)
+
+
+def test_bos_is_prepended_when_the_tokenizer_does_so_itself() -> None:
+    assert pack(["w1 w2"], TokenConfig(4))[0].tokens_L[0] != BOS
+    with_bos = build_tokenizer()
+    with_bos.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    packer = Packer(with_bos, TokenConfig(4))
+    contexts = [*packer.add(["w1 w2"]), *packer.flush()]
+    assert contexts[0].tokens_L.tolist() == [BOS, *tokenizer()("w1 w2").input_ids, EOS]
+
+
+def test_prepending_a_bos_that_does_not_exist_is_refused() -> None:
+    without = build_tokenizer()
+    without.bos_token = None
+    with pytest.raises(ConfigError, match="has no BOS token"):
+        Packer(without, TokenConfig(4, prepend_bos=True))

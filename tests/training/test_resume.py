@@ -1,0 +1,158 @@
+"""Runs in processes of their own, killed at random and taken up again: the result is as if nothing had happened.
+
+The processes are forked from a server that has the package imported already, so that many can live and die.
+"""
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dmsae.disk.checkpoint import read_state
+from dmsae.errors import BusyError
+from dmsae.sae.sae import CoreMode
+from dmsae.training.learner import Member
+from dmsae.training.trainer import CHECKPOINT
+from zipf import small_sae, trainer
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["dmsae.training.trainer", "torch._dynamo", "pytest"]
+)  # the second is what Adam loads when first used
+CORE = 0.3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+
+
+def work(directory: Path, deaf: bool, changes: dict[str, Any]) -> None:
+    """Train two SAEs on two threads; what a new process runs."""
+    torch.set_num_threads(2)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 (as long as the process)
+    if deaf:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    members = [
+        Member("plain", small_sae()),
+        Member("core", small_sae(n_core=5, prefixes=(13, 29, 48), core_mode=CoreMode.DENSE), CORE),
+    ]
+    try:
+        trainer(directory, *members, **{"log_every": 1} | changes).run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def start(directory: Path, deaf: bool = False, **changes: Any) -> ForkServerProcess:
+    process = SERVER.Process(target=work, args=(directory, deaf, changes), daemon=True)
+    process.start()
+    return process
+
+
+def finish(directory: Path, **changes: Any) -> None:
+    process = start(directory, **changes)
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def n_lines(directory: Path) -> int:
+    """Return how many steps have been logged."""
+    path = directory / "core" / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for(process: ForkServerProcess, directory: Path, lines: int) -> None:
+    while process.is_alive() and n_lines(directory) < lines:
+        time.sleep(0.001)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return everything in a run directory but the lock and what the clock says."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name not in (".lock", "timing.jsonl")
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What a run leaves that nobody disturbs."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    finish(directory)
+    found = contents(directory)
+    files = ("metrics.jsonl", "sae.json", "sae.safetensors", "status.json")
+    assert list(found) == ["config.json", *(f"{name}/{file}" for name in ("core", "plain") for file in files)]
+    return found
+
+
+@pytest.mark.parametrize("checkpoint_seconds", [0.0, 0.05])
+def test_killed_again_and_again(tmp_path: Path, whole: dict[str, bytes], checkpoint_seconds: float) -> None:
+    chance = random.Random(str(checkpoint_seconds))
+    n_killed = 0
+    for _ in range(8):
+        process = start(tmp_path / "run", checkpoint_seconds=checkpoint_seconds)
+        wait_for(process, tmp_path / "run", min(55, n_lines(tmp_path / "run") + chance.randint(0, 12)))
+        time.sleep(chance.choice([0, 0, chance.uniform(0, 0.03)]))
+        process.kill()
+        process.join()
+        n_killed += process.exitcode == -signal.SIGKILL
+    assert n_killed >= 4
+    finish(tmp_path / "run", checkpoint_seconds=checkpoint_seconds)
+    assert contents(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_told_to_stop_it_saves_first(tmp_path: Path, whole: dict[str, bytes], number: signal.Signals) -> None:
+    process = start(tmp_path / "run", checkpoint_seconds=math.inf)
+    wait_for(process, tmp_path / "run", 20)
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 130
+    step = read_state(tmp_path / "run" / CHECKPOINT)["step"]
+    assert 20 <= step < 60
+    assert n_lines(tmp_path / "run") == step
+    assert not (tmp_path / "run" / "core" / "status.json").exists()
+    finish(tmp_path / "run", checkpoint_seconds=math.inf)
+    assert contents(tmp_path / "run") == whole
+    assert json.loads((tmp_path / "run" / "core" / "timing.jsonl").read_text().splitlines()[-1])["step"] == 60
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    process = start(tmp_path / "run", deaf=True)
+    wait_for(process, tmp_path / "run", 10)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 0
+    assert contents(tmp_path / "run") == whole
+
+
+def test_a_second_process_on_the_same_run_is_kept_out(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    process = start(tmp_path / "run")
+    wait_for(process, tmp_path / "run", 1)
+    os.kill(process.pid or 0, signal.SIGSTOP)
+    try:
+        settings = json.loads((tmp_path / "run" / "config.json").read_text())
+        with pytest.raises(BusyError, match=f"in use by process {process.pid}"):
+            trainer(tmp_path / "run").run()
+        assert json.loads((tmp_path / "run" / "config.json").read_text()) == settings
+    finally:
+        os.kill(process.pid or 0, signal.SIGCONT)
+    process.join(60)
+    assert contents(tmp_path / "run") == whole
+
+
+def test_killed_while_it_was_finishing(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    """One SAE is saved and the other not yet: the run goes on from its checkpoint, here from the start."""
+    finish(tmp_path / "run")
+    (tmp_path / "run" / "plain" / "status.json").unlink()
+    (tmp_path / "run" / f"{CHECKPOINT}.tmp").write_bytes(b"half")
+    finish(tmp_path / "run")
+    assert contents(tmp_path / "run") == whole
