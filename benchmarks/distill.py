@@ -1,8 +1,8 @@
 """Where the time of a four-cycle distillation goes: harvest, training, scoring, and all else.
 
-The real model and corpus, into an empty directory, in one process. The clock is read around the three stages; what is
-left (selection, saving, loading, checkpoints' directories, the run's book-keeping) is 'other'. The base model is loaded
-and run in the harvest alone, which the number of harvested stores shows.
+The real model and corpus, into an empty directory, in one process. Three stages are timed; all else (selection, saving,
+loading, checkpoints, bookkeeping) is 'other'. Only the harvest loads and runs the base model, as the number of
+harvested stores shows.
 
     python benchmarks/distill.py            # about ten minutes on two cores
     python benchmarks/distill.py --quick    # two minutes
@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from dmsae.activations.harvest import HarvestConfig, harvest
-from dmsae.cli import read_sections
-from dmsae.distillation import distill
-from dmsae.distillation.distill import DistillConfig, distil
+from dmsae.activations.harvest import harvest
+from dmsae.commands.recipes import read_sections
+from dmsae.commands.terminal import TERMINAL
+from dmsae.distillation import distill as distillation
 from dmsae.training.trainer import Trainer
 
 CYCLES = 4
@@ -35,8 +35,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the tokens")
     arguments = parser.parse_args()
     sections = read_sections("demo")
-    gather: HarvestConfig = sections["harvest"]
-    config: DistillConfig = replace(sections["distill"], cycles=CYCLES)
+    gather = sections.harvest
+    config = replace(sections.distill, cycles=CYCLES)
     if arguments.quick:
         gather = replace(gather, train_tokens=20_000, heldout_tokens=2_000, pair_tokens=2_000)
         config = replace(config, train=replace(config.train, tokens=80_000))
@@ -54,11 +54,11 @@ def main() -> None:
         return run
 
     Trainer.run = timed("training", Trainer.run)  # type: ignore[method-assign]
-    distill.attribute = timed("scoring", distill.attribute)  # type: ignore[attr-defined]
+    distillation.attribute = timed("scoring", distillation.attribute)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as scratch:
         start = time.perf_counter()
-        store = timed("harvest", harvest)(gather, Path(scratch) / "stores")
-        done = distil(config, store, Path(scratch) / "run")
+        store = timed("harvest", harvest)(gather, Path(scratch) / "stores", TERMINAL)
+        done = distillation.distill(config, store, Path(scratch) / "run", progress=TERMINAL)
         total = time.perf_counter() - start
         n_stores = len(list((Path(scratch) / "stores").iterdir()))
     spent["other"] = total - sum(spent.values())

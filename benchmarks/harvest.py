@@ -28,10 +28,16 @@ from rich.table import Table
 from torch import Tensor
 
 from dmsae.activations.base_model import ModelConfig
-from dmsae.activations.harvest import Harvest, HarvestConfig, ShardMaker, cast
-from dmsae.activations.store import Split, Store, StoreWriter, shard_file, token_file
-from dmsae.activations.stream import ActivationStream, StoreGroups
-from dmsae.progress import console
+from dmsae.activations.harvest import Harvest
+from dmsae.activations.identity import ModelIdentity
+from dmsae.activations.request import HarvestConfig, ImportRequest
+from dmsae.activations.shards import ShardMaker, to_stored_dtypes
+from dmsae.activations.sources import StoreSource
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store, StoreWriter
+from dmsae.activations.stream import ActivationStream
+from dmsae.commands.terminal import TERMINAL
+from dmsae.disk.layout import shard_file
 from dmsae.text.corpus import TextConfig
 
 
@@ -156,21 +162,21 @@ def measure_harvest(options: Options, scratch: Path) -> list[Result]:
         pair_tokens=128 * options.gradient_contexts,
         shard_tokens=128 * options.contexts,
     )
-    job = Harvest(config, scratch)
-    model, mask = job.model, job.model.keep_mask
-    found = job.contexts()
+    harvest = Harvest(config, scratch, TERMINAL)
+    model, mask = harvest.model, harvest.model.keep_mask
+    contexts = harvest.contexts()
     maker = ShardMaker(model, config)
-    writer = StoreWriter(scratch / "harvest", {})
+    writer = StoreWriter(scratch / "harvest", harvest.request)
     lower = truncated(model.model, options.hook)
     results = []
     for split, n_contexts in ((Split.TRAIN, options.contexts), (Split.PAIRS, options.gradient_contexts)):
-        tokens_NL = torch.stack([torch.from_numpy(c.tokens_L) for c in found[split][:n_contexts]])
+        tokens_NL = torch.stack([torch.from_numpy(c.tokens_L) for c in contexts[split][:n_contexts]])
         batches = [batch.long() for batch in tokens_NL.split(config.batch_contexts)]
         assert torch.allclose(lower(batches[0]), model.activations(batches[0]), atol=1e-3), "not the same forward pass"
 
         def ours(split: Split = split, tokens_NL: Tensor = tokens_NL) -> None:
             shard, dropped = maker.make(split, tokens_NL, quota=int(mask(tokens_NL).sum()))
-            writer.add(shard_file(split, len(writer.records)), cast(shard, config), dropped)
+            writer.add(shard_file(split, len(writer.records)), to_stored_dtypes(shard, config), dropped)
 
         def bare(split: Split = split, batches: list[Tensor] = batches) -> None:
             for batch in batches:
@@ -188,9 +194,8 @@ def measure_harvest(options: Options, scratch: Path) -> list[Result]:
 
 def synthetic_store(path: Path, n_shards: int, rows: int, d_model: int) -> Store:
     """Return a store of random float16 activations: what reading costs does not depend on what is read."""
-    writer = StoreWriter(path, {"model": {}})
-    for split in Split:
-        writer.add(token_file(split), {"tokens": torch.zeros(0, 128, dtype=torch.int32)}, {})
+    request = ImportRequest("noise", ModelIdentity.imported("noise"), "", rows, "float16", 0)
+    writer = StoreWriter(path, request)
     for index in range(n_shards):
         writer.add(shard_file(Split.TRAIN, index), {"x": torch.randn(rows, d_model).half()}, {})
     return writer.finish(d_model)
@@ -228,7 +233,7 @@ class PeakMemory:
 def measure_reading(options: Options, scratch: Path, d_model: int = 576) -> tuple[list[Result], dict[str, float]]:
     """Compare the reader's batches per second with the encoder products that could consume them."""
     store = synthetic_store(scratch / "store-1x", options.shards, options.shard_tokens, d_model)
-    stream = ActivationStream(StoreGroups(store, seed=0), options.batch_size)
+    stream = ActivationStream(StoreSource(store), options.batch_size)
     x_BD, W_DK = torch.randn(options.batch_size, d_model), torch.randn(d_model, options.width)
     pre_BK = torch.empty(options.batch_size, options.width)
     # One turn reads a whole epoch, so that it pays for its share of opening, verifying and mixing shards.
@@ -259,7 +264,7 @@ def _larger(options: Options, scratch: Path, d_model: int) -> dict[str, float]:
 def read_through(store: Store, options: Options) -> float:
     """Return by how many megabytes memory grew while an epoch was read."""
     with PeakMemory() as memory:
-        stream = ActivationStream(StoreGroups(store, seed=0), options.batch_size)
+        stream = ActivationStream(StoreSource(store), options.batch_size)
         for _ in range(store.n_rows(Split.TRAIN) // options.batch_size):
             next(stream)
         stream.close()
@@ -277,9 +282,9 @@ def main(options: Options) -> None:
     out = Console(width=160)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        console.print("Harvesting against bare passes …")
+        TERMINAL.note("Harvesting against bare passes …")
         results = measure_harvest(options, scratch)
-        console.print("Reading back …")
+        TERMINAL.note("Reading back …")
         reading, growth = measure_reading(options, scratch)
         results += reading
     table = Table("what", "ours", "bare", "unit", "ratio", "95 %", "of medians", "target", box=None)

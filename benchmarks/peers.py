@@ -1,7 +1,7 @@
-"""The step of `benchmarks/step.py` beside those of dictionary_learning 0.1.0 and SAELens 6.54.12.
+"""The step of `benchmarks/step.py` compared with those of dictionary_learning 0.1.0 and SAELens 6.54.12.
 
 All take turns with the bare encoder product in one process, on the same batches, each with its own model, loss,
-gradient clip and Adam as its trainer has them. `make bench-peers` runs this in an environment of its own.
+gradient clip and Adam as in its trainer. `make bench-peers` runs this in a separate environment.
 
     python benchmarks/peers.py [--turns 5] [--patience 300]
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmsae.sae.sae import matryoshka_prefixes
+from dmsae.sae.config import matryoshka_nesting
 from step import D_MODEL, N_BATCHES, TARGETS, Cell, make_batches, make_step, take_turns
 
 
@@ -67,7 +67,7 @@ def saelens_step(width: int, k: int, batches: list[Tensor]) -> Callable[[], None
     lens: Any = importlib.import_module("sae_lens")
     step_input: Any = importlib.import_module("sae_lens.saes.sae").TrainStepInput
     config = lens.MatryoshkaBatchTopKTrainingSAEConfig(
-        d_in=D_MODEL, d_sae=width, k=k, matryoshka_widths=list(matryoshka_prefixes(width)), device="cpu"
+        d_in=D_MODEL, d_sae=width, k=k, matryoshka_widths=list(matryoshka_nesting(width)), device="cpu"
     )
     sae = lens.MatryoshkaBatchTopKTrainingSAE(config)
     optimiser = torch.optim.Adam(sae.parameters(), lr=3e-4)

@@ -27,8 +27,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dmsae.sae.objective import Objective, adam, backward_, step_
-from dmsae.sae.sae import SAE, SAEConfig, core_first, matryoshka_prefixes
+from dmsae.sae.config import DenseCore, SAEConfig, core_first, matryoshka_nesting
+from dmsae.sae.objective import Objective, backward_
+from dmsae.sae.optimiser import adam, step_
+from dmsae.sae.sae import SAE
 
 D_MODEL, BATCH, N_BATCHES = 576, 2048, 4
 TARGETS = {(16384, 40): 1.5, (16384, 320): 2.5, (4096, 32): 1.3}
@@ -82,10 +84,11 @@ def make_batches(d_model: int, generator: torch.Generator) -> list[Tensor]:
 def make_step(cell: Cell, batches: list[Tensor]) -> tuple[Callable[[], None], SAE]:
     """Return a function that takes the next training step, and the SAE that it trains."""
     generator = torch.Generator().manual_seed(1)
-    prefixes = core_first(matryoshka_prefixes(cell.width), cell.n_core)
-    config = SAEConfig(cell.d_model, cell.width, cell.k, prefixes, cell.n_core)
-    core = torch.nn.functional.normalize(torch.randn(cell.n_core, cell.d_model, generator=generator))
-    sae = SAE.init(config, generator, core)
+    prefixes = core_first(matryoshka_nesting(cell.width), cell.n_core)
+    core = DenseCore(cell.n_core, k_noncore=cell.k) if cell.n_core else None
+    config = SAEConfig(cell.d_model, cell.width, cell.k, prefixes, core)
+    core_rows = torch.nn.functional.normalize(torch.randn(cell.n_core, cell.d_model, generator=generator))
+    sae = SAE.init(config, generator, core_rows)
     dead = torch.rand(cell.width, generator=generator) < cell.dead_share if cell.dead_share else None
     if dead is not None:
         sae.b_enc.data[dead] = -0.05
@@ -198,15 +201,15 @@ def main() -> None:
     )
     rows = []
     for cell in cells:
-        found = measure(cell, batches, arguments.turns, arguments.patience)
+        measured = measure(cell, batches, arguments.turns, arguments.patience)
         target = f"{cell.target:.2f}" if cell.target else "-"
         print(
-            f"{cell.width:6} {cell.k:4} {cell.n_core:5} {cell.dead_share:5.0%} {found.step_ms:9.1f} "
-            f"{found.product_ms:9.1f} {found.ratio:6.2f} {target:>7} {found.ratio_to_buffered:8.2f}  "
-            f"({found.n_turns} turns, {found.n_disturbed} disturbed)",
+            f"{cell.width:6} {cell.k:4} {cell.n_core:5} {cell.dead_share:5.0%} {measured.step_ms:9.1f} "
+            f"{measured.product_ms:9.1f} {measured.ratio:6.2f} {target:>7} {measured.ratio_to_buffered:8.2f}  "
+            f"({measured.n_turns} turns, {measured.n_disturbed} disturbed)",
             flush=True,
         )
-        rows.append({**asdict(cell), "target": cell.target, **asdict(found)})
+        rows.append({**asdict(cell), "target": cell.target, **asdict(measured)})
     # In a process of its own, so that its peak memory is its own.
     command = [sys.executable, __file__, "--paper-scale"]
     paper = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

@@ -1,7 +1,8 @@
-"""A model, a tokenizer and a text small enough that every test can make its own store in a blink."""
+"""A model, a tokenizer and a text small enough that every test can make its own store in no time."""
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import transformers
 from hypothesis import settings as hypothesis_settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from dmsae.activations.harvest import HarvestConfig
+from dmsae.activations.base_model import BaseModel, ModelConfig
+from dmsae.activations.request import HarvestConfig
+from dmsae.progress import SILENT, Bar
 from dmsae.text import assets
 from dmsae.text.corpus import TextConfig
 from dmsae.text.tokens import TokenConfig
@@ -19,6 +22,26 @@ from dmsae.text.tokens import TokenConfig
 # A busy machine must not make a test fail: how long an example takes is never judged.
 hypothesis_settings.register_profile("dmsae", deadline=None)
 hypothesis_settings.load_profile("dmsae")
+
+
+class Recorder:
+    """A `Progress` that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self.bars: list[tuple[str, int]] = []
+
+    def bar(self, what: str, total: int, unit: str) -> AbstractContextManager[Bar]:
+        self.bars.append((what, total))
+        return SILENT.bar(what, total, unit)
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
+
 
 WORDS = [f"w{i}" for i in range(60)]
 SPECIAL = {"<s>": 0, "</s>": 1, "<unk>": 2}
@@ -49,7 +72,9 @@ def build_model(seed: int = 0, **overrides: Any) -> transformers.LlamaForCausalL
     }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings | overrides)).eval()
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings | overrides))
+    model.eval()
+    return model
 
 
 def build_documents(n_documents: int, seed: int = 0) -> list[str]:
@@ -95,7 +120,6 @@ def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_config(tiny_model: Path, tiny_text: Path) -> Callable[..., HarvestConfig]:
     """Return a function that makes harvest settings for the tiny model and text; keywords change single ones."""
-    from dmsae.activations.base_model import ModelConfig
 
     def make(**overrides: Any) -> HarvestConfig:
         settings: dict[str, Any] = {
@@ -114,10 +138,8 @@ def tiny_config(tiny_model: Path, tiny_text: Path) -> Callable[..., HarvestConfi
 
 
 @pytest.fixture(scope="session")
-def real_model() -> Any:
+def real_model() -> BaseModel:
     """The bundled model, loaded once, hooked after block 8."""
-    from dmsae.activations.base_model import BaseModel, ModelConfig
-
     if not assets.is_fetched(assets.find("smollm2-135m")):
-        pytest.fail("The bundled model is not here. Run 'dmsae assets fetch' (or 'make test', which does).")
+        pytest.fail("The bundled model has not been fetched. Run 'dmsae assets fetch' (or 'make test', which does).")
     return BaseModel.load(ModelConfig(device="cpu"))

@@ -6,9 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmsae.activations.store import Split, Store, StoreWriter, shard_file, token_file
+from dmsae.activations.identity import ModelIdentity
+from dmsae.activations.request import ImportRequest, StoreRequest
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store, StoreWriter
+from dmsae.disk.layout import shard_file, token_file
 
-MODEL = {"name": "planted", "revision": "", "weights_sha256": "0" * 64, "hook": "nowhere"}
+MODEL = ModelIdentity("planted", "", "0" * 64, "1" * 64, "nowhere", "float32")
+"""The model that all stores made by hand claim to be of."""
+REQUEST: StoreRequest = ImportRequest("by hand", MODEL, "2" * 64, shard_rows=1, dtype="float32", seed=0)
+"""What all stores made by hand claim to be made from."""
 
 
 class Planted(NamedTuple):
@@ -32,7 +39,7 @@ def planted_store(path: Path, d_model: int = 32, n_loud: int = 8, n_rows: int = 
         slopes = 0.5 + torch.rand(n, n_loud, generator=generator)
         return strength @ directions + noise, slopes @ loud
 
-    writer = StoreWriter(path, {"model": MODEL, "source": "planted", "tokens": {"context_length": 2}, "seed": seed})
+    writer = StoreWriter(path, REQUEST)
     n_contexts = 64
     for split in Split:
         tokens = torch.arange(2 * n_contexts, dtype=torch.int32).view(n_contexts, 2)

@@ -2,23 +2,35 @@
 
 from hypothesis import strategies as st
 
-from dmsae.sae.sae import CoreMode, SAEConfig
+from dmsae.sae.config import DenseCore, SAEConfig, SparseCore
 
 
 @st.composite
 def configs(draw: st.DrawFn, max_width: int, max_core: int, max_inner: int, max_d: int) -> SAEConfig:
-    """Draw any SAE of at most this size: no core, a dense or a sparse one, one prefix or several."""
+    """Draw any SAE of at most this size: no core, a dense or a sparse one, one prefix or several.
+
+    Beside a dense core, `k` is drawn apart from `k_noncore`: nothing but the latter may change what BatchTopK keeps.
+    """
     width = draw(st.integers(2, max_width))
-    n_core = draw(st.integers(0, min(max_core, width - 1)))
-    inner = draw(st.sets(st.integers(n_core + 1, width), max_size=max_inner))
-    mode = draw(st.sampled_from(CoreMode))
-    competing = width - (n_core if mode is CoreMode.DENSE else 0)
+    core = draw(st.one_of(st.none(), dense_cores(max_core, width), sparse_cores(max_core, width)))
+    inner = draw(st.sets(st.integers((core.n if core else 0) + 1, width), max_size=max_inner))
     return SAEConfig(
         d_model=draw(st.integers(2, max_d)),
         width=width,
-        k=draw(st.integers(1, competing)),
+        k=draw(st.integers(1, width)),
         prefixes=tuple(sorted(inner | {width})),
-        n_core=n_core,
-        core_mode=mode,
+        core=core,
         center_input=draw(st.booleans()),
     )
+
+
+@st.composite
+def dense_cores(draw: st.DrawFn, max_core: int, width: int) -> DenseCore:
+    """Draw a dense core that fits into an SAE."""
+    n = draw(st.integers(1, min(max_core, width - 1)))
+    return DenseCore(n, k_noncore=draw(st.integers(1, width - n)))
+
+
+def sparse_cores(max_core: int, width: int) -> st.SearchStrategy[SparseCore]:
+    """Draw a sparse core that fits into an SAE."""
+    return st.integers(1, min(max_core, width - 1)).map(SparseCore)

@@ -1,4 +1,4 @@
-"""Configs are frozen dataclasses; this is how they become JSON and come back from TOML.
+"""Configs are frozen dataclasses; this is how they are validated, become JSON, and come back from TOML.
 
 Reading is strict: an unknown key or a value of another type is an error that names the field.
 """
@@ -15,6 +15,27 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from dmsae.errors import ConfigError, nearest
 
 T = TypeVar("T")
+
+
+Json = dict[str, Any]
+"""A JSON object whose shape is checked by whoever reads it."""
+
+
+def require(holds: bool, name: str, value: object, must: str, remedy: str = "") -> None:
+    """Raise a `ConfigError` in the one form that all of them have, unless a setting is as it must be."""
+    if not holds:
+        shown = value.value if isinstance(value, Enum) else value
+        raise ConfigError(f"{name} = {shown!r}; it must {must}.{' ' if remedy else ''}{remedy}")
+
+
+def require_whole(name: str, value: object, low: int) -> None:
+    """Raise unless a setting is a whole number that is large enough."""
+    require(type(value) is int and value >= low, name, value, f"be a whole number of at least {low}")
+
+
+def require_choice(name: str, value: object, choices: type[Enum]) -> None:
+    """Raise unless a setting is a member of an enum."""
+    require(isinstance(value, choices), name, value, f"be one of {', '.join(str(one.value) for one in choices)}")
 
 
 def to_dict(config: Any) -> Any:
@@ -69,9 +90,12 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         if value in get_args(hint):
             return value
         raise ConfigError(f"{name} = {value!r} is not allowed. {nearest(str(value), map(str, get_args(hint)))}")
-    if origin is tuple and isinstance(value, list | tuple):
-        inner = get_args(hint)
-        return tuple(_convert(inner[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+    if origin in (tuple, list) and isinstance(value, list | tuple):
+        inner = get_args(hint)[0]
+        return origin(_convert(inner, item, f"{name}[{i}]") for i, item in enumerate(value))
+    if origin is dict and isinstance(value, Mapping):
+        of_key, of_value = get_args(hint)
+        return {_convert(of_key, key, name): _convert(of_value, item, f"{name}.{key}") for key, item in value.items()}
     if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
         return from_dict(hint, value, f"{name}.")
     return _convert_scalar(hint, value, name)

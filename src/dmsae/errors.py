@@ -9,7 +9,14 @@ from difflib import get_close_matches
 
 
 class DmsaeError(Exception):
-    """Base of every error that dmsae raises on purpose."""
+    """Base of every error that dmsae raises on purpose.
+
+    >>> try:
+    ...     dmsae.TrainConfig(lr=-1.0)
+    ... except dmsae.DmsaeError as error:
+    ...     print(error)
+    lr = -1.0; it must be a positive number.
+    """
 
 
 class ConfigError(DmsaeError):
@@ -49,7 +56,7 @@ class DiskSpaceError(DmsaeError):
 
 
 class TrainingError(DmsaeError):
-    """Training cannot go on: the numbers are no longer numbers, or the data ran out."""
+    """Training cannot continue: the numbers are no longer finite, or the data ran out."""
 
 
 class AttributionError(DmsaeError):
@@ -58,6 +65,11 @@ class AttributionError(DmsaeError):
 
 class CheckpointError(DmsaeError):
     """A checkpoint or saved SAE is damaged, or belongs to another configuration."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its type's name when it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

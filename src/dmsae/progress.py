@@ -1,68 +1,59 @@
-"""Progress that a person can read: a live bar on a terminal, a line now and then in a log file."""
+"""How long work reports itself: library functions take a `Progress` and never print.
 
-import sys
-import time
+`SILENT`, the default everywhere, says nothing. The command line passes one that draws bars and prints notes
+(`commands/terminal.py`); any object with these two methods will do.
+"""
+
 from collections.abc import Iterator
-from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-console = Console(stderr=True, highlight=False)
-"""Where progress and notes go; results go to standard output."""
-
-_SECONDS_BETWEEN_LINES = 20.0
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 
-class Bar:
+class Bar(Protocol):
     """One piece of long work with a known size."""
 
-    def __init__(self, what: str, total: int, unit: str, live: Progress | None, task: TaskID | None) -> None:
-        self._what, self._total, self._unit = what, total, unit
-        self._live, self._task = live, task
-        self._done = self._resumed = 0
-        self._note = ""
-        self._start = self._last_line = time.monotonic()
+    def advance(self, count: int, note: str = "") -> None:
+        """Count finished work, with an optional short note on its current state."""
 
     def skip(self, count: int) -> None:
-        """Count work that an earlier run did: done, but no part of the rate."""
-        self._resumed += count
-        self.advance(count)
+        """Count work that an earlier run did: finished, but not part of the rate."""
 
+
+class Progress(Protocol):
+    """Where long work reports what it is doing."""
+
+    def bar(self, what: str, total: int, unit: str) -> AbstractContextManager[Bar]:
+        """Return a bar for `total` units of work, shown while the block runs."""
+
+    def note(self, message: str) -> None:
+        """Report a fact worth knowing."""
+
+    def warn(self, message: str) -> None:
+        """Report a fact that the user should act on."""
+
+
+class _SilentBar:
     def advance(self, count: int, note: str = "") -> None:
-        """Count finished work, with an optional short note on how it goes."""
-        self._done += count
-        self._note = note or self._note
-        elapsed = time.monotonic() - self._start
-        rate = (self._done - self._resumed) / elapsed if elapsed > 0 else 0.0
-        shown = f"{_short(rate)} {self._unit}/s {self._note}".rstrip()
-        if self._live is not None and self._task is not None:
-            self._live.update(self._task, completed=self._done, rate=shown)
-        elif time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            left = (self._total - self._done) / rate if rate else 0.0
-            percent = 100 * self._done / max(self._total, 1)
-            console.print(
-                f"{self._what}: {percent:.0f} % of {_short(self._total)}, {shown}, {human_seconds(left)} left",
-                soft_wrap=True,
-            )
+        pass
+
+    def skip(self, count: int) -> None:
+        pass
 
 
-@contextmanager
-def progress(what: str, total: int, unit: str) -> Iterator[Bar]:
-    """Show a bar for `total` units of work while the block runs."""
-    if not sys.stderr.isatty():
-        yield Bar(what, total, unit, None, None)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as live:
-        yield Bar(what, total, unit, live, live.add_task(what, total=total, rate=""))
+class _Silent:
+    @contextmanager
+    def bar(self, what: str, total: int, unit: str) -> Iterator[Bar]:
+        yield _SilentBar()
+
+    def note(self, message: str) -> None:
+        pass
+
+    def warn(self, message: str) -> None:
+        pass
+
+
+SILENT: Progress = _Silent()
+"""Reports nothing."""
 
 
 def human_seconds(seconds: float) -> str:
@@ -72,11 +63,3 @@ def human_seconds(seconds: float) -> str:
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
-
-
-def _short(count: float) -> str:
-    for unit in ("", "k", "M"):
-        if abs(count) < 1000:
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    return f"{count:.3g}G"

@@ -1,8 +1,10 @@
-"""Random numbers that depend on what they are for, and on nothing else."""
+"""Random numbers that depend on their purpose, and on nothing else."""
 
 import hashlib
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # a config that only names a seed need not wait for torch
+    import torch
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -11,6 +13,8 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
-def generator(*parts: int | str, device: str | torch.device = "cpu") -> torch.Generator:
+def generator(*parts: int | str, device: "str | torch.device" = "cpu") -> "torch.Generator":
     """Return a fresh generator seeded by `derive_seed`."""
+    import torch
+
     return torch.Generator(device=device).manual_seed(derive_seed(*parts))

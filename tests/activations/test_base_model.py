@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conftest import build_model, build_tokenizer
-from dmsae.activations.base_model import BaseModel, ModelConfig, ModelIdentity, choose_device, identify, load_tokenizer
+from dmsae.activations.base_model import BaseModel, ModelConfig, identify, load_tokenizer
+from dmsae.activations.identity import ModelIdentity
 from dmsae.errors import GradientError, ModelError
 from dmsae.text.tokens import PAD
 
@@ -58,27 +59,27 @@ def test_gradient_agrees_with_finite_differences(hook: str) -> None:
     model = double_model()
     tokens = TOKENS.clone()
     tokens[2, 6:] = PAD
-    found = wrap(model, hook).gradients(tokens)
+    ours = wrap(model, hook).gradients(tokens)
     step = 1e-5
     for seed in range(8):
-        direction = torch.randn(found.x_NLD.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        direction = torch.randn(ours.x_NLD.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         up, down = (summed_loss(model, hook, tokens, sign * step * direction) for sign in (1, -1))
-        assert float((found.g_NLD * direction).sum()) == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-5)
-    assert float(found.loss_NL.sum()) == pytest.approx(summed_loss(model, hook, tokens, torch.zeros(())), rel=1e-6)
-    assert not found.loss_NL[:, -1].any()
-    assert not found.loss_NL[2, 5:].any()
+        assert float((ours.g_NLD * direction).sum()) == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-5)
+    assert float(ours.loss_NL.sum()) == pytest.approx(summed_loss(model, hook, tokens, torch.zeros(())), rel=1e-6)
+    assert not ours.loss_NL[:, -1].any()
+    assert not ours.loss_NL[2, 5:].any()
 
 
 @pytest.mark.real
 def test_gradient_agrees_with_finite_differences_on_the_real_model(real_model: BaseModel) -> None:
     text = "The tower was built in 1889 by a company that specialised in metal frameworks and bridges."
     tokens = torch.tensor([real_model.tokenizer(text).input_ids], dtype=torch.int32)
-    found = real_model.gradients(tokens)
-    assert 1 < float(found.loss_NL.sum()) / (tokens.shape[1] - 1) < 5
+    ours = real_model.gradients(tokens)
+    assert 1 < float(ours.loss_NL.sum()) / (tokens.shape[1] - 1) < 5
     hook, generator = real_model.identity.hook, torch.Generator().manual_seed(0)
     # Random directions hardly move the loss; the gradient's own neighbourhood moves it well above float32 rounding.
     # Position 0 holds an attention sink a hundred times larger than the rest, and is never used.
-    unit = found.g_NLD / found.g_NLD.norm()
+    unit = ours.g_NLD / ours.g_NLD.norm()
     unit[:, 0] = 0
     for _ in range(3):
         noise = torch.randn(unit.shape, generator=generator)
@@ -86,7 +87,7 @@ def test_gradient_agrees_with_finite_differences_on_the_real_model(real_model: B
         direction = unit + 0.5 * noise / noise.norm()
         step = 0.3
         up, down = (summed_loss(real_model.model, hook, tokens, sign * step * direction) for sign in (1, -1))
-        assert float((found.g_NLD * direction).sum()) == pytest.approx((up - down) / (2 * step), rel=0.02)
+        assert float((ours.g_NLD * direction).sum()) == pytest.approx((up - down) / (2 * step), rel=0.02)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -142,9 +143,9 @@ def test_blocks_below_the_hook_build_no_graph(tiny_model: Path) -> None:
 
     for name in ("model.embed_tokens", "model.layers.0", "model.norm"):
         model.model.get_submodule(name).register_forward_hook(note(name))
-    found = model.gradients(TOKENS)
+    ours = model.gradients(TOKENS)
     assert graphs == {"model.embed_tokens": False, "model.layers.0": False, "model.norm": True}
-    assert not any(tensor.requires_grad for tensor in found)
+    assert not any(tensor.requires_grad for tensor in ours)
     assert all(parameter.grad is None for parameter in model.model.parameters())
 
 
@@ -221,12 +222,12 @@ def test_layer_number_and_path_are_the_same_hook(tiny_model: Path) -> None:
     ("settings", "message"),
     [
         ({"name": "smolm2-135m"}, r"Unknown model 'smolm2-135m'.*Did you mean 'smollm2-135m'"),
-        ({"name": "probes"}, r"'probes' is a corpus, not a model"),
+        ({"name": "probes"}, r"'probes' is a corpus; it must be a model"),
         ({"name": "/no/such/directory"}, r"Unknown model '/no/such/directory'"),
-        ({"hook": 2}, r"model\.hook = 2 is out of range: this model has layers 0 to 1"),
-        ({"hook": -1}, r"model\.hook = -1 is out of range"),
-        ({"hook": "-1"}, r"model\.hook = -1 is out of range"),
-        ({"hook": "model.layer.1"}, r"'model\.layer\.1' is no module.*Did you mean 'model\.layers\.1'"),
+        ({"hook": 2}, r"model\.hook = 2; it must be a layer of this model, from 0 to 1"),
+        ({"hook": -1}, r"model\.hook = -1; it must be a layer"),
+        ({"hook": "-1"}, r"model\.hook = -1; it must be a layer"),
+        ({"hook": "model.layer.1"}, r"'model\.layer\.1'; it must be a module.*Did you mean 'model\.layers\.1'"),
         ({"hook": "model.layers.0.mpl"}, r"Did you mean 'model\.layers\.0\.mlp'"),
     ],
 )
@@ -235,12 +236,10 @@ def test_unknown_names_offer_the_nearest(settings: dict[str, Any], message: str,
         identify(config(tiny_model, **settings))
 
 
-def test_device_that_is_not_there_is_refused() -> None:
-    assert choose_device("cpu") == torch.device("cpu")
-    assert choose_device("auto").type in ("cpu", "cuda", "mps")
+def test_device_that_does_not_exist_is_refused(tiny_model: Path) -> None:
     for device in ("cuda:99", "no-such-device"):
-        with pytest.raises(ModelError, match=f"model.device = '{device}' cannot be used"):
-            choose_device(device)
+        with pytest.raises(ModelError, match=f"device = '{device}' cannot be used"):
+            BaseModel.load(config(tiny_model, device=device))
 
 
 @pytest.fixture
@@ -284,7 +283,7 @@ def test_weights_that_are_missing_are_never_made_up(copied: Path) -> None:
     model = build_model()
     state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.mlp" not in name}
     model.save_pretrained(copied, state_dict=state)
-    with pytest.raises(ModelError, match=r"not all there: model\.layers\.1\.mlp"):
+    with pytest.raises(ModelError, match=r"incomplete: 3 are missing, among them model\.layers\.1\.mlp"):
         BaseModel.load(config(copied))
 
 

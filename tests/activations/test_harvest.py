@@ -15,14 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from rich.filesize import decimal as human_bytes
 
-from conftest import build_model
+from conftest import Recorder, build_model
 from dmsae.activations.base_model import BaseModel, ModelConfig
-from dmsae.activations.harvest import Harvest, HarvestConfig, ShardMaker, cast, harvest
-from dmsae.activations.store import Split, Store, StoreWriter
+from dmsae.activations.harvest import Harvest, harvest
+from dmsae.activations.request import HarvestConfig
+from dmsae.activations.shards import ShardMaker, to_stored_dtypes
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store, StoreWriter
 from dmsae.config import to_dict
-from dmsae.disk.files import human_bytes
-from dmsae.errors import BusyError, CorpusError, DiskSpaceError, ModelError, StoreError
+from dmsae.errors import BusyError, ConfigError, CorpusError, DiskSpaceError, ModelError, StoreError
 from dmsae.text.corpus import TextConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,21 +36,23 @@ SCRIPT = """
 import json, sys, time
 from pathlib import Path
 import torch
-from dmsae.activations import harvest
+from dmsae.activations.harvest import harvest
+from dmsae.activations.request import HarvestConfig
+from dmsae.activations.shards import ShardMaker
 from dmsae.config import from_dict
 from dmsae.errors import BusyError
 
 torch.set_num_threads(1)
-run = harvest.ShardMaker._run
+run = ShardMaker._run
 
 def slow(self, *args):
     time.sleep(float(sys.argv[3]))
     return run(self, *args)
 
-harvest.ShardMaker._run = slow
+ShardMaker._run = slow
 print("ready", flush=True)
 try:
-    harvest.harvest(from_dict(harvest.HarvestConfig, json.loads(sys.argv[1])), Path(sys.argv[2]))
+    harvest(from_dict(HarvestConfig, json.loads(sys.argv[1])), Path(sys.argv[2]))
 except BusyError as error:
     print(error, flush=True)
     sys.exit(7)
@@ -88,11 +93,11 @@ def test_store_holds_what_the_model_computes(tiny_config: MakeConfig, tmp_path: 
     tokens_NL = store.tokens(Split.TRAIN)["tokens"]
     x_NLD, keep_NL = model.activations(tokens_NL), model.keep_mask(tokens_NL)
     expected_rows = x_NLD[keep_NL][:2000]
-    found = torch.cat([rows["x"] for rows in store.batches(Split.TRAIN, 100)])
+    stored = torch.cat([rows["x"] for rows in store.batches(Split.TRAIN, 100)])
     torch.testing.assert_close(
-        found[found[:, 0].argsort()], expected_rows[expected_rows[:, 0].argsort()], atol=1e-5, rtol=1e-5
+        stored[stored[:, 0].argsort()], expected_rows[expected_rows[:, 0].argsort()], atol=1e-5, rtol=1e-5
     )
-    assert not torch.allclose(found, expected_rows, atol=1e-3), "training rows are not shuffled"
+    assert not torch.allclose(stored, expected_rows, atol=1e-3), "training rows are not shuffled"
 
 
 def test_splits_share_no_document(tiny_config: MakeConfig, tmp_path: Path) -> None:
@@ -155,7 +160,7 @@ def test_what_content_depends_on_is_in_the_key(tiny_config: MakeConfig, tiny_mod
     assert len({Harvest(config, tmp_path).path for config in others}) == len(others)
 
 
-def test_too_small_a_corpus_is_told_before_the_model_is_loaded(
+def test_too_small_a_corpus_is_an_error_before_the_model_is_loaded(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BaseModel, "load", lambda *_: pytest.fail("the model was loaded"))
@@ -171,10 +176,10 @@ def test_too_small_a_corpus_is_told_before_the_model_is_loaded(
 def test_values_that_do_not_fit_are_an_error(tiny_config: MakeConfig, tmp_path: Path) -> None:
     shard = {"x": torch.tensor([[1e5, 1.0]]), "g": torch.tensor([[1e30, 1.0]]), "context": torch.tensor([3])}
     with pytest.raises(StoreError, match=r"x does not fit into float16: its largest value is 1e\+05\. Set dtype to"):
-        cast(shard, tiny_config(dtype="float16"))
-    assert cast(shard, tiny_config(dtype="bfloat16"))["x"].dtype == torch.bfloat16
+        to_stored_dtypes(shard, tiny_config(dtype="float16"))
+    assert to_stored_dtypes(shard, tiny_config(dtype="bfloat16"))["x"].dtype == torch.bfloat16
     with pytest.raises(StoreError, match=r"g does not fit into float16.*Set gradient_dtype to"):
-        cast(shard, tiny_config(gradient_dtype="float16", dtype="float32"))
+        to_stored_dtypes(shard, tiny_config(gradient_dtype="float16", dtype="float32"))
 
 
 def test_fp16_overflow_ends_the_harvest(tiny_config: MakeConfig, tmp_path: Path) -> None:
@@ -213,7 +218,7 @@ def test_disk_too_small_is_refused_before_activations_are_written(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - (64 << 20) - 1000, (64 << 20) + 1000))
     for run in (Harvest.run, Harvest.dry_run):
-        with pytest.raises(DiskSpaceError, match=r"The store [0-9a-f]{16} needs .* kB, .* but only 67\.1 MB are free"):
+        with pytest.raises(DiskSpaceError, match=r"The store [0-9a-f]{16} needs .* kB and .* only 67\.1 MB are free"):
             run(Harvest(tiny_config(), tmp_path))
     assert not list(tmp_path.rglob("0*.safetensors"))
     monkeypatch.undo()
@@ -245,8 +250,8 @@ def test_pairs_come_in_smaller_files_because_each_costs_more(tiny_config: MakeCo
     assert len(store.shards(Split.PAIRS)) >= 200 / 32
 
 
-def test_what_is_left_of_an_interrupted_harvest_is_said(
-    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_resumed_harvest_reports_what_is_left(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stopped(Exception):
         pass
@@ -264,17 +269,16 @@ def test_what_is_left_of_an_interrupted_harvest_is_said(
         patched.setattr(Harvest, "estimate", lambda *_: estimate)
         with pytest.raises(Stopped):
             job.run()
-    capsys.readouterr()
-    store = harvest(tiny_config(), tmp_path)
+    recorder = Recorder()
+    store = harvest(tiny_config(), tmp_path, recorder)
     n_done = len(store.shards(Split.PAIRS)) + len(store.shards(Split.HELDOUT))
     done_bytes = 200 * (16 * (4 + 4) + 8) + 300 * (16 * 4 + 8)
     left = human_bytes(sum(estimate.size_bytes.values()) - done_bytes)
-    assert f"{n_done} finished shards are there already, {left} to write, about" in capsys.readouterr().err
+    (note,) = recorder.notes
+    assert f"{n_done} shards were finished earlier, {left} to write, about" in note
 
 
-def test_what_was_damaged_meanwhile_is_made_again(
-    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_files_are_made_again(tiny_config: MakeConfig, tmp_path: Path) -> None:
     whole = harvest(tiny_config(), tmp_path / "whole")
     path = Path(shutil.copytree(whole.path, tmp_path / "damaged" / whole.key))
     (path / "store.json").unlink()
@@ -285,13 +289,13 @@ def test_what_was_damaged_meanwhile_is_made_again(
     assert content(harvest(tiny_config(), tmp_path / "damaged").path) == content(whole.path)
 
 
-def test_a_device_that_is_not_there_is_told_before_text_is_read(
+def test_a_missing_device_is_an_error_before_text_is_read(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config()
     monkeypatch.setattr(Harvest, "contexts", lambda _: pytest.fail("text was tokenised"))
     for run in (Harvest.run, Harvest.dry_run):
-        with pytest.raises(ModelError, match=r"model\.device = 'cuda:99' cannot be used"):
+        with pytest.raises(ModelError, match=r"device = 'cuda:99' cannot be used"):
             run(Harvest(replace(config, model=replace(config.model, device="cuda:99")), tmp_path))
     assert not list(tmp_path.iterdir())
 
@@ -380,6 +384,30 @@ def test_two_processes_at_once_damage_nothing(tiny_config: MakeConfig, tmp_path:
     assert content(path) == content(whole.path)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train_tokens": -1}, r"train_tokens = -1; it must be a whole number of at least 0"),
+        ({"pair_tokens": 0.5}, r"pair_tokens = 0\.5; it must be a whole number of at least 0"),
+        (
+            {"train_tokens": 0, "heldout_tokens": 0, "pair_tokens": 0},
+            r"train_tokens \+ heldout_tokens \+ pair_tokens = 0; it must be at least 1",
+        ),
+        ({"batch_contexts": 0}, r"batch_contexts = 0; it must be a whole number of at least 1"),
+        ({"shard_tokens": 15}, r"shard_tokens = 15; it must hold a context of 16 tokens"),
+        ({"max_norm_ratio": 1.0}, r"max_norm_ratio = 1\.0; it must be above 1, or None"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str, tiny_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(**settings)
+
+
+def test_the_library_prints_nothing(tiny_config: MakeConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    harvest(tiny_config(), tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.real
 def test_real_model_and_corpus(tmp_path: Path) -> None:
     config = HarvestConfig(
@@ -391,4 +419,4 @@ def test_real_model_and_corpus(tmp_path: Path) -> None:
     norms = torch.cat([rows["x"] for rows in store.batches(Split.TRAIN, 100)]).norm(dim=1)
     # Position 0 has norms in the thousands; it must not be there.
     assert norms.max() < 10 * norms.median()
-    assert Store.open(store.path).model["name"] == "smollm2-135m"
+    assert Store.open(store.path).model.name == "smollm2-135m"

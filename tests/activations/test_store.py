@@ -10,23 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dmsae.activations.harvest import HarvestConfig, harvest
-from dmsae.activations.store import (
-    Split,
-    Store,
-    StoreWriter,
-    find_store,
-    is_complete,
-    list_stores,
-    lock,
-    remove_store,
-    shard_file,
-    token_file,
-)
-from dmsae.errors import BusyError, StoreCorruptError, StoreError
+from dmsae.activations.harvest import Harvest, harvest
+from dmsae.activations.request import HarvestConfig, HarvestRequest
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store, StoreWriter, open_store
+from dmsae.disk.files import canonical_hash, sha256_of
+from dmsae.disk.layout import shard_file, token_file
+from dmsae.errors import StoreCorruptError, StoreError
+from planted import MODEL, REQUEST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-REQUEST = {"model": {"name": "m", "hook": "h"}, "source": "s"}
 
 
 def make(path: Path, n_shards: int = 2) -> Store:
@@ -50,7 +43,7 @@ def read_all(path: Path) -> None:
 def test_round_trip(tmp_path: Path) -> None:
     make(tmp_path / "key")
     store = Store.open(tmp_path / "key")
-    assert (store.key, store.d_model, store.request) == ("key", 2, REQUEST)
+    assert (store.key, store.d_model, store.request, store.model) == ("key", 2, REQUEST, MODEL)
     assert [record.file for record in store.shards(Split.TRAIN)] == [
         "train/00000.safetensors",
         "train/00001.safetensors",
@@ -113,7 +106,7 @@ def test_missing_or_shortened_files_are_named(file: str, tmp_path: Path) -> None
         read_all(tmp_path / "key")
 
 
-def test_verify_goes_on_after_a_damaged_file(tmp_path: Path) -> None:
+def test_verify_continues_after_a_damaged_file(tmp_path: Path) -> None:
     store = make(tmp_path / "key")
     (store.path / shard_file(Split.TRAIN, 0)).write_bytes(b"")
     problems = {record.file: problem for record, problem in store.verify()}
@@ -124,11 +117,11 @@ def test_only_complete_stores_of_this_format_open(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="There is no store at"):
         Store.open(tmp_path / "absent")
     StoreWriter(tmp_path / "begun", REQUEST)
-    with pytest.raises(StoreError, match=r"not complete\. Run the same 'dmsae harvest' again"):
+    with pytest.raises(StoreError, match=r"not complete\. Run the same 'dmsae harvest' or 'dmsae store import' again"):
         Store.open(tmp_path / "begun")
 
 
-def test_writer_goes_on_after_a_line_cut_short_but_not_after_damage(tmp_path: Path) -> None:
+def test_writer_resumes_after_a_line_cut_short_but_not_after_damage(tmp_path: Path) -> None:
     whole = make(tmp_path / "whole")
     path = tmp_path / "key"
     writer = StoreWriter(path, REQUEST)
@@ -146,49 +139,39 @@ def test_writer_goes_on_after_a_line_cut_short_but_not_after_damage(tmp_path: Pa
         StoreWriter(path, REQUEST)
 
 
-def test_damaged_stores_are_listed_found_and_removed_beside_others(tmp_path: Path) -> None:
-    make(tmp_path / "aa11")
-    StoreWriter(tmp_path / "ab22", REQUEST)
-    for key, file, content in (
-        ("bb33", "shards.jsonl", "nonsense\n"),
-        ("cc44", "request.json", "nonsense"),
-        ("dd55", "store.json", "{}"),
-    ):
-        make(tmp_path / key)
-        (tmp_path / key / file).write_text(content)
-    states = {summary.key: summary.state for summary in list_stores(tmp_path)}
-    expected = {"aa11": "complete", "ab22": "unfinished", "bb33": "damaged", "cc44": "damaged", "dd55": "damaged"}
-    assert states == expected
-    assert list_stores(tmp_path)[0].rows[Split.TRAIN] == 6
-    assert find_store(tmp_path, "b") == tmp_path / "bb33"
-    with pytest.raises(StoreError, match="'a' could be aa11 or ab22"):
-        find_store(tmp_path, "a")
-    with pytest.raises(StoreError, match=r"No store under .* begins with 'zz'\. Known: aa11, ab22, bb33, cc44, dd55"):
-        find_store(tmp_path, "zz")
-    for key in states:
-        remove_store(tmp_path / key)
-    assert not list(tmp_path.iterdir())
+def test_a_store_without_text_says_so(tmp_path: Path) -> None:
+    assert make(tmp_path / "with").has_text
+    writer = StoreWriter(tmp_path / "without", REQUEST)
+    for split in Split:
+        writer.add(token_file(split), {"tokens": torch.zeros(0, 1, dtype=torch.int32)}, {})
+    store = writer.finish(d_model=2)
+    assert not store.has_text
+    with pytest.raises(StoreError, match=r"The store without holds activations without their text.*'dmsae harvest'"):
+        store.tokens(Split.HELDOUT)
 
 
-def test_a_store_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
-    make(tmp_path / "key")
-    with lock(tmp_path / "key"), pytest.raises(BusyError, match="The store key is in use"):
-        remove_store(tmp_path / "key")
-    read_all(tmp_path / "key")
+def test_a_store_opens_by_its_key_or_its_path(tmp_path: Path) -> None:
+    path = make(tmp_path / "abcd").path
+    assert open_store("ab", tmp_path).path == open_store(path).path == path
 
 
-def test_half_a_removal_leaves_nothing_that_counts_as_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(tmp_path / "key")
+def test_the_request_is_read_back_as_it_was(tiny_config: Callable[..., HarvestConfig], tmp_path: Path) -> None:
+    job = Harvest(tiny_config(max_norm_ratio=None), tmp_path)
+    store = StoreWriter(job.path, job.request).finish(d_model=16)
+    assert isinstance(store.request, HarvestRequest)
+    assert store.request == job.request
+    assert store.request.key == store.key
 
-    def killed(path: Path) -> None:
-        (path / shard_file(Split.TRAIN, 0)).unlink()
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        remove_store(tmp_path / "key")
-    assert not is_complete(tmp_path / "key")
-    assert not StoreWriter(tmp_path / "key", REQUEST).records
+def test_a_request_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "key").path
+    values = json.loads((path / "request.json").read_text())
+    (path / "request.json").write_text(json.dumps(values | {"colour": "red"}))
+    facts = json.loads((path / "store.json").read_text()) | {"request_sha256": sha256_of(path / "request.json")}
+    del facts["facts_sha256"]
+    (path / "store.json").write_text(json.dumps(facts | {"facts_sha256": canonical_hash(facts)}))
+    with pytest.raises(StoreError, match=r"request\.json is not a request that this version .* Unknown setting colour"):
+        Store.open(path)
 
 
 def test_a_harvested_store_holds_what_its_layout_says(
@@ -208,11 +191,11 @@ def test_a_harvested_store_holds_what_its_layout_says(
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 7, 100])
 def test_batches_run_across_shards(tmp_path: Path, batch_size: int) -> None:
-    """Where shards end is nobody's business: only the last batch is smaller, and the rows are in order."""
-    writer = StoreWriter(tmp_path / "store", {"model": {}})
+    """Batches do not show where shards end: only the last one is smaller, and the rows are in order."""
+    writer = StoreWriter(tmp_path / "store", REQUEST)
     rows = torch.arange(20, dtype=torch.float16)[:, None]
     for index, part in enumerate(rows.split([6, 1, 9, 4])):
         writer.add(shard_file(Split.HELDOUT, index), {"x": part, "context": part[:, 0].int()}, {})
-    found = [batch["x"] for batch in writer.finish(1).batches(Split.HELDOUT, batch_size)]
-    assert torch.equal(torch.cat(found), rows.float())
-    assert all(len(batch) == batch_size for batch in found[:-1])
+    batches = [batch["x"] for batch in writer.finish(1).batches(Split.HELDOUT, batch_size)]
+    assert torch.equal(torch.cat(batches), rows.float())
+    assert all(len(batch) == batch_size for batch in batches[:-1])

@@ -13,10 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dmsae.activations.harvest import Harvest, HarvestConfig, harvest
-from dmsae.activations.store import Split, Store, StoreWriter, shard_file, token_file
-from dmsae.activations.stream import ActivationStream, LiveGroups, StoreGroups
+from dmsae.activations.harvest import Harvest, harvest
+from dmsae.activations.request import HarvestConfig
+from dmsae.activations.sources import LiveSource, StoreSource
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store, StoreWriter
+from dmsae.activations.stream import ActivationStream
+from dmsae.disk.layout import shard_file
 from dmsae.errors import ConfigError, StoreCorruptError, StoreError
+from planted import REQUEST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 D = 3
@@ -26,9 +31,7 @@ SIZES = (40, 25, 0, 33, 40, 7, 18)
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Shards of uneven sizes, one of them empty, whose rows are numbered in their first column."""
-    writer = StoreWriter(tmp_path_factory.mktemp("stores") / "numbered", {"model": {}})
-    for split in Split:
-        writer.add(token_file(split), {"tokens": torch.zeros(0, 4, dtype=torch.int32)}, {})
+    writer = StoreWriter(tmp_path_factory.mktemp("stores") / "numbered", REQUEST)
     first = 0
     for index, size in enumerate(SIZES):
         rows = torch.arange(first, first + size, dtype=torch.float32)[:, None].expand(-1, D)
@@ -38,7 +41,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def stream_of(store: Store, batch_size: int = 10, seed: int = 0, mix_shards: int = 2) -> ActivationStream:
-    return ActivationStream(StoreGroups(store, seed, mix_shards), batch_size, seed)
+    return ActivationStream(StoreSource(store, mix_shards), batch_size, seed)
 
 
 def numbers(batches: list[Tensor]) -> list[int]:
@@ -71,16 +74,19 @@ def test_order_depends_on_the_seed_and_mixes_documents_apart(store: Store) -> No
     first, again, other = (numbers(list(islice(stream_of(store, seed=seed), 30))) for seed in (0, 0, 1))
     assert first == again
     assert first != other
-    # From the second epoch on, which shards meet in a group changes too.
-    groups = StoreGroups(store, seed=0, mix_shards=2)
-    meets = [
-        {tuple(sorted(g[:, 0].tolist())) for i in range(4) if (g := groups.group(e, i)) is not None} for e in (0, 1)
-    ]
-    assert meets[0] != meets[1]
+    # From the second epoch on, which shards meet in a block changes too.
+    source = StoreSource(store, mix_shards=2)
+
+    def meetings(epoch: int, seed: int) -> set[tuple[float, ...]]:
+        blocks = (source.block(epoch, index, seed) for index in range(4))
+        return {tuple(sorted(block[:, 0].tolist())) for block in blocks if block is not None}
+
+    assert meetings(0, 0) == meetings(0, 1)
+    assert meetings(0, 0) != meetings(1, 0) != meetings(1, 1)
 
 
 @given(st.integers(0, 45), st.integers(1, 60), st.integers(1, 4))
-def test_a_restored_cursor_goes_on_exactly(store: Store, n_before: int, batch_size: int, mix_shards: int) -> None:
+def test_a_restored_cursor_resumes_exactly(store: Store, n_before: int, batch_size: int, mix_shards: int) -> None:
     straight = stream_of(store, batch_size, mix_shards=mix_shards)
     list(islice(straight, n_before))
     cursor = straight.cursor
@@ -97,19 +103,20 @@ def test_a_restored_cursor_goes_on_exactly(store: Store, n_before: int, batch_si
     fresh.close()
 
 
-def test_a_restored_cursor_goes_on_exactly_in_another_process(store: Store) -> None:
+def test_a_restored_cursor_resumes_exactly_in_another_process(store: Store) -> None:
     stream = stream_of(store)
     list(islice(stream, 21))
     code = (
         "import sys\nfrom itertools import islice\nfrom pathlib import Path\nimport torch\n"
-        "from dmsae.activations.stream import ActivationStream, Cursor, StoreGroups\n"
+        "from dmsae.activations.sources import StoreSource\n"
+        "from dmsae.activations.stream import ActivationStream, Cursor\n"
         "from dmsae.activations.store import Store\n"
-        "stream = ActivationStream(StoreGroups(Store.open(Path(sys.argv[1])), 0, 2), 10, 0)\n"
+        "stream = ActivationStream(StoreSource(Store.open(Path(sys.argv[1])), 2), 10, 0)\n"
         "stream.seek(Cursor(*map(int, sys.argv[2:])))\n"
         "print(torch.cat(list(islice(stream, 20)))[:, 0].int().tolist())\n"
     )
     at = stream.cursor
-    command = [sys.executable, "-c", code, str(store.path), str(at.epoch), str(at.group), str(at.row)]
+    command = [sys.executable, "-c", code, str(store.path), str(at.epoch), str(at.block), str(at.row)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert out.strip() == str(numbers(list(islice(stream, 20))))
 
@@ -117,11 +124,11 @@ def test_a_restored_cursor_goes_on_exactly_in_another_process(store: Store) -> N
 def test_too_few_rows_or_none_are_an_error(store: Store, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=f"fewer activations than batch_size = {sum(SIZES) + 1}"):
         next(stream_of(store, sum(SIZES) + 1))
-    with pytest.raises(ConfigError, match="batch_size = 0"):
+    with pytest.raises(ConfigError, match="batch_size = 0; it must be a whole number of at least 1"):
         stream_of(store, 0)
-    writer = StoreWriter(tmp_path / "empty", {})
+    writer = StoreWriter(tmp_path / "empty", REQUEST)
     with pytest.raises(StoreError, match="The store empty holds no training activations"):
-        StoreGroups(writer.finish(D), 0)
+        StoreSource(writer.finish(D))
 
 
 def test_a_damaged_shard_is_named_when_its_turn_comes(store: Store, tmp_path: Path) -> None:
@@ -145,29 +152,13 @@ def both(
     on_disk = harvest(config, tmp_path)
 
     def make() -> tuple[ActivationStream, ActivationStream]:
-        live = LiveGroups(Harvest(config, tmp_path / "unused"), mix_shards=2)
-        return ActivationStream(StoreGroups(on_disk, 0, 2), 60, 0), ActivationStream(live, 60, 0)
+        live = LiveSource(Harvest(config, tmp_path / "unused"), mix_shards=2)
+        return ActivationStream(StoreSource(on_disk, 2), 60, 0), ActivationStream(live, 60, 0)
 
     return make
 
 
 Both = Callable[[], tuple[ActivationStream, ActivationStream]]
-
-
-def test_a_corpus_that_is_too_small_for_live_is_said(
-    tiny_config: Callable[..., HarvestConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def mentions(config: HarvestConfig) -> list[str]:
-        live = LiveGroups(Harvest(config, tmp_path), mix_shards=2)
-        for epoch in range(2):
-            index = 0
-            while live.group(epoch, index) is not None:
-                index += 1
-        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("Mind:")]
-
-    assert not mentions(tiny_config(train_tokens=500, pair_tokens=0, heldout_tokens=0))
-    (said,) = mentions(tiny_config(train_tokens=10_000_000, pair_tokens=0, heldout_tokens=0))
-    assert "of the 10,000,000 training" in said
 
 
 def test_live_and_disk_give_the_same_batches(both: Both, tmp_path: Path) -> None:

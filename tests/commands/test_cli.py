@@ -1,27 +1,33 @@
-"""The command line says what it did, or in one message what went wrong."""
+"""The command line says what it did or, in one message, what went wrong."""
 
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dmsae import __version__, cli
-from dmsae.activations.harvest import HarvestConfig
-from dmsae.commands import cores, data
+from dmsae.activations.request import HarvestConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COMMANDS = [
-    [],
-    *[["assets", *rest] for rest in ([], *[[verb] for verb in data.ASSET_COMMANDS])],
-    *[["store", *rest] for rest in ([], *[[verb] for verb in data.STORE_COMMANDS])],
-    *[["core", *rest] for rest in ([], *[[verb] for verb in cores.CORE_COMMANDS])],
-    *[[name] for name in ("harvest", "train", "distill", "transfer", "status")],
-]
+GROUPS = {
+    "assets": ("list", "fetch", "verify", "where"),
+    "store": ("list", "show", "verify", "import", "remove"),
+    "core": ("show", "diff", "ablate"),
+}
+SINGLE = ("harvest", "train", "distill", "transfer", "status")
+COMMANDS = [[], *([name] for name in (*GROUPS, *SINGLE)), *([name, verb] for name in GROUPS for verb in GROUPS[name])]
+
+
+def test_these_are_all_commands() -> None:
+    assert set(cli.ENTRIES) == {*GROUPS, *SINGLE}
+    for name, verbs in GROUPS.items():
+        assert tuple(import_module(f"dmsae.commands.{cli.ENTRIES[name].module}").COMMANDS) == verbs
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -67,42 +73,53 @@ def test_errors_are_one_message_and_status_2(
 
 
 def test_errors_in_a_real_process_have_no_traceback(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "from dmsae.cli import main; main()",
-        "store",
-        "show",
-        "x",
-        "--root",
-        str(tmp_path),
-    ]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr.startswith("error: No store under")
-    assert "Traceback" not in found.stderr
+    command = [sys.executable, "-m", "dmsae", "store", "show", "x", "--root", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: No store under")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--help", "--version", "store list", "core show --help", "status {run}", "assets list", "assets where"],
+)
+def test_commands_that_need_no_tensors_start_without_torch(arguments: str, tmp_path: Path) -> None:
+    distillation = {"kind": "distill", "distill": {"cycles": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(distillation))
+    code = (
+        "import atexit, sys\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'scipy'}\n"
+        "atexit.register(lambda: print('imported:', *sorted(heavy & set(sys.modules))))\n"
+        "from dmsae.cli import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", code, *arguments.format(run=tmp_path).split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].strip() == "imported:"
 
 
 def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("dmsae.text.assets.cache_directory", broken)
+    monkeypatch.setattr("dmsae.commands.assets.cache_directory", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["assets", "where"])
 
 
-def test_interrupt_says_that_nothing_is_lost(
+def test_an_interrupt_says_that_nothing_is_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dmsae.text.assets.cache_directory", interrupted)
+    monkeypatch.setattr("dmsae.commands.assets.cache_directory", interrupted)
     with pytest.raises(SystemExit) as stopped:
         cli.main(["assets", "where"])
     assert stopped.value.code == 130
-    assert "goes on from there" in capsys.readouterr().err
+    assert "run the same command to resume" in capsys.readouterr().err
 
 
 def test_assets_are_listed_with_licence_and_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +187,7 @@ def test_harvest_list_show_verify_remove(
     assert not (Path(root) / key).exists()
 
 
-def test_a_polite_kill_is_answered_and_the_same_command_goes_on(
+def test_after_a_polite_kill_the_same_command_resumes(
     tiny_config: Callable[..., HarvestConfig], tmp_path: Path
 ) -> None:
     config = tiny_config()
@@ -178,10 +195,8 @@ def test_a_polite_kill_is_answered_and_the_same_command_goes_on(
     arguments += ["--text.source", config.text.source, "--text.txt-documents", "line", "--tokens.context-length", "16"]
     arguments += ["--text.heldout-fraction", "0.2", "--shard-tokens", "256", "--batch-contexts", "1"]
     arguments += ["--train-tokens", "800", "--heldout-tokens", "100", "--pair-tokens", "50"]
-    slow = (
-        "import sys, time; from dmsae import cli; from dmsae.activations import harvest; run = harvest.ShardMaker._run;"
-    )
-    slow += "harvest.ShardMaker._run = lambda *a: (time.sleep(0.05), run(*a))[1]; cli.main(sys.argv[1:])"
+    slow = "import sys, time; from dmsae import cli; from dmsae.activations.shards import ShardMaker;"
+    slow += "run = ShardMaker._run; ShardMaker._run = lambda *a: (time.sleep(0.05), run(*a))[1]; cli.main(sys.argv[1:])"
     process = subprocess.Popen([sys.executable, "-c", slow, *arguments], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("*/train/*.safetensors")):
@@ -191,27 +206,27 @@ def test_a_polite_kill_is_answered_and_the_same_command_goes_on(
     process.terminate()
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "the same command goes on from there" in errors
+    assert "run the same command to resume" in errors
     assert "Traceback" not in errors
     assert not list(tmp_path.glob("*/store.json"))
     cli.main(arguments)
     assert list(tmp_path.glob("*/store.json"))
 
 
-def test_what_the_system_refuses_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_error_of_the_operating_system_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused() -> None:
         raise PermissionError(13, "Permission denied", "/locked")
 
-    monkeypatch.setattr("dmsae.text.assets.cache_directory", refused)
+    monkeypatch.setattr("dmsae.commands.assets.cache_directory", refused)
     with pytest.raises(SystemExit) as stopped:
         cli.main(["assets", "where"])
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/locked'\n"
 
 
-def test_output_that_nobody_reads_to_the_end_is_no_error() -> None:
+def test_output_that_nobody_reads_to_the_end_leaves_no_traceback() -> None:
     command = [sys.executable, "-c", "from dmsae.cli import main; main(['harvest', '--help'])"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -230,7 +245,7 @@ def test_an_error_in_a_recipe_names_the_file(tmp_path: Path, capsys: pytest.Capt
 
 
 def _toml(values: dict[str, Any], path: str = "") -> str:
-    """Write nested settings as TOML; JSON's scalars are TOML's."""
+    """Return nested settings as TOML, whose scalars are written like those of JSON."""
     tables = {name: value for name, value in values.items() if isinstance(value, dict)}
     lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if name not in tables]
     inner = [_toml(value, f"{path}.{name}".lstrip(".")) for name, value in tables.items()]

@@ -3,21 +3,25 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dmsae.activations.store import Split, list_stores
-from dmsae.cli import main, read_sections
+from dmsae.activations.catalog import list_stores
+from dmsae.activations.splits import Split
+from dmsae.cli import main
+from dmsae.commands.recipes import read_sections
 from dmsae.config import recipe_names
 from dmsae.cores.core import Core
-from dmsae.distillation.transfer import members
-from dmsae.sae.sae import load_sae
+from dmsae.distillation.transfer import sae_specs
+from dmsae.sae.config import SparseCore
+from dmsae.sae.sae import SAE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
 def recipe(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> Path:
-    """A recipe of the user's own, for the tiny model."""
+    """A recipe written by the user, for the tiny model."""
     path = tmp_path / "tiny.toml"
     path.write_text(
         f"""
@@ -43,7 +47,7 @@ def recipe(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> Path:
         [distill]
         width = 64
         k = 4
-        prefixes = [16, 64]
+        nesting = [16, 64]
         cycles = 2
         [distill.train]
         tokens = 6400
@@ -82,7 +86,7 @@ def test_from_text_to_transferred_saes(
 
     main(["transfer", "--recipe", str(recipe), "--core", "run", "--out", "saes"])
     printed = capsys.readouterr().out
-    names = [member.name for member in members(read_sections(str(recipe))["transfer"], core)]
+    names = [spec.name for spec in sae_specs(read_sections(str(recipe)).transfer, core)]
     assert names == ["dense-k3", "sparse-k3", "msae-k3", "dense-k6", "sparse-k6", "msae-k6"]
     assert all(name in printed for name in names)
 
@@ -108,8 +112,40 @@ def test_from_text_to_transferred_saes(
     with pytest.raises(SystemExit):
         main(["core", "ablate", "one"])
     assert "not a distillation" in capsys.readouterr().err
-    assert load_sae(Path("one/sae")).config.prefixes == (2, 6, 14, 30, 64)
-    assert load_sae(Path("two/sae")).config.n_core == n_distilled
+    assert SAE.load(Path("one/sae")).config.prefixes == (2, 6, 14, 30, 64)
+    assert SAE.load(Path("two/sae")).config.core == SparseCore(n_distilled)
+
+
+def test_from_activations_of_ones_own_to_transferred_saes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = np.random.default_rng(0)
+    for name, n_rows in (("x", 2000), ("heldout", 100), ("pairs_x", 400), ("pairs_g", 400)):
+        np.save(f"{name}.npy", made.standard_normal((n_rows, 16), dtype=np.float32))
+
+    imported = ["store", "import", "cells", "--x", "x.npy", "--heldout", "heldout.npy", "--pairs-x", "pairs_x.npy"]
+    with pytest.raises(SystemExit):
+        main(imported)
+    assert "--pairs-x was given without --pairs-g" in capsys.readouterr().err
+    main([*imported, "--pairs-g", "pairs_g.npy"])
+    shown = capsys.readouterr().out
+    assert "2,000 × 16" in shown
+    key = shown.split()[1]
+    main(["store", "list"])
+    assert key in capsys.readouterr().out
+
+    shape = ["--width", "64", "--train.tokens", "2560", "--train.batch-size", "128", "--train.lr", "3e-3"]
+    main(["distill", "--store", key, "--out", "run", "--k", "4", "--nesting", "16", "64", "--cycles", "1", *shape])
+    main(["transfer", "--core", "run", "--out", "saes", "--k", "6", *shape])
+    core = Core.load(Path("run"))
+    assert core.provenance.model.name == "cells"
+    assert SAE.load(Path("saes/dense-k6")).config.n_core == len(core) > 0
+
+    main(["core", "show", "run", "--top", "1"])
+    printed = capsys.readouterr()
+    assert f"Core of {len(core)} latents" in printed.out
+    assert "No example texts: " in printed.err
 
 
 def test_a_directory_of_another_run_is_refused_before_the_harvest(
@@ -128,7 +164,7 @@ def test_a_directory_of_another_run_is_refused_before_the_harvest(
 def test_live_distillation_keeps_no_training_activations(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With activations stored in float32 and one epoch at most, live and disk come to the same core."""
+    """With activations stored in float32 and at most one epoch, live and on disk lead to the same core."""
     common = ["--recipe", str(recipe), "--harvest.dtype", "float32", "--train.tokens", "2560"]
     main(["distill", *common, "--out", str(tmp_path / "disk")])
     main(["distill", *common, "--out", str(tmp_path / "live"), "--live"])
@@ -136,7 +172,7 @@ def test_live_distillation_keeps_no_training_activations(
     disk, live = Core.load(tmp_path / "disk" / "distilled"), Core.load(tmp_path / "live" / "distilled")
     assert disk.identities == live.identities
     assert disk.digest() == live.digest()
-    made_from = json.loads((tmp_path / "live" / "config.json").read_text())["live"]
+    made_from = json.loads((tmp_path / "live" / "config.json").read_text())["train_on"]["live"]
     assert made_from["train_tokens"] == 3000
     rows = [one.rows[Split.TRAIN] for one in list_stores(tmp_path / "cache" / "stores")]
     assert sorted(rows) == [0, 3000]
@@ -144,7 +180,7 @@ def test_live_distillation_keeps_no_training_activations(
     saes = ["--k", "3", "--core-modes", "dense", "--train.tokens", "2560", "--harvest.dtype", "float32"]
     saes += ["--core", str(tmp_path / "live"), "--out", str(tmp_path / "s"), "--live"]
     main(["transfer", "--recipe", str(recipe), *saes])
-    assert load_sae(tmp_path / "s" / "dense-k3").config.n_core == len(live)
+    assert SAE.load(tmp_path / "s" / "dense-k3").config.n_core == len(live)
 
 
 @pytest.mark.parametrize(
@@ -174,10 +210,11 @@ def test_bad_input_is_a_message_and_writes_nothing(
     assert not Path("x").exists()
 
 
-def test_every_shipped_recipe_fits_its_configs() -> None:
+def test_every_shipped_recipe_builds_the_saes_of_its_distillation() -> None:
     for name in recipe_names():
-        sections = read_sections(name)
-        sections["distill"].sae(576, 0)
+        config = read_sections(name).distill
+        assert config.sae(d_model=576, n_core=0).width == config.width
+        assert config.sae(d_model=576, n_core=config.width // 32).k_selected == config.k
 
 
 def test_a_harvest_that_cannot_be_met_leaves_no_store(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,4 +232,4 @@ def test_a_train_table_meant_for_a_distillation_is_pointed_out(
     recipe.write_text(text.replace("[distill.train]", "[transfer.attribution]").split("[transfer.attribution]")[0])
     with pytest.raises(SystemExit):
         main(["distill", "--recipe", str(recipe), "--store", "none", "--out", str(tmp_path / "run")])
-    assert "[distill.train] counts" in capsys.readouterr().err.replace("\n", " ")
+    assert "this command reads [distill.train]" in capsys.readouterr().err.replace("\n", " ")

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,17 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dmsae.activations.store import Split, Store, StoreWriter, shard_file
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store, StoreWriter
 from dmsae.cores.attribution import Attribution, AttributionConfig, CandidateCodes, QuantileOver, attribute
-from dmsae.cores.core import select_core
 from dmsae.cores.quantile import LargestValues
+from dmsae.cores.selection import select_core
+from dmsae.disk.layout import shard_file
 from dmsae.errors import AttributionError, CheckpointError, ConfigError, StoreError
-from dmsae.sae.sae import SAE, CoreMode, SAEConfig
+from dmsae.sae.config import DenseCore, SAEConfig
+from dmsae.sae.sae import SAE
+from planted import REQUEST
 from strategies import configs
 
 
 def make_store(path: Path, x: Tensor, g: Tensor, shard_rows: int | None = None) -> Store:
-    writer = StoreWriter(path, {"model": {}})
+    writer = StoreWriter(path, REQUEST)
     for index, (xs, gs) in enumerate(zip(x.split(shard_rows or len(x)), g.split(shard_rows or len(g)), strict=True)):
         writer.add(shard_file(Split.PAIRS, index), {"x": xs, "g": gs}, {})
     return writer.finish(x.shape[1])
@@ -30,10 +35,10 @@ def make_sae(config: SAEConfig, seed: int) -> SAE:
     generator = torch.Generator().manual_seed(seed)
     sae = SAE.init(config, generator, torch.randn(config.n_core, config.d_model, generator=generator)).double()
     with torch.no_grad():
-        sae.W_enc_free += 0.3 * torch.randn(sae.W_enc_free.shape, generator=generator)
-        sae.W_dec *= torch.rand(config.width, 1, generator=generator) + 0.5
-        sae.b_enc += 0.2 * torch.randn(config.width, generator=generator)
-        sae.b_dec += 0.2 * torch.randn(config.d_model, generator=generator)
+        sae.W_enc_noncore.add_(0.3 * torch.randn(sae.W_enc_noncore.shape, generator=generator))
+        sae.W_dec.mul_(torch.rand(config.width, 1, generator=generator) + 0.5)
+        sae.b_enc.add_(0.2 * torch.randn(config.width, generator=generator))
+        sae.b_dec.add_(0.2 * torch.randn(config.d_model, generator=generator))
     return sae
 
 
@@ -48,9 +53,10 @@ def paper_codes(sae: SAE, x: Tensor) -> list[list[float]]:
         ]
         for row in x
     ]
-    first = config.n_core if config.core_mode is CoreMode.DENSE else 0
+    core = config.core
+    first, k = (core.n, core.k_noncore) if isinstance(core, DenseCore) else (0, config.k)
     entries = [(f[u][j], u, j) for u in range(len(x)) for j in range(first, config.width)]
-    kept = {(u, j) for _, u, j in sorted(entries, key=lambda e: -e[0])[: config.k * len(x)]}
+    kept = {(u, j) for _, u, j in sorted(entries, key=lambda e: -e[0])[: k * len(x)]}
     return [[f[u][j] if j < first or (u, j) in kept else 0.0 for j in range(config.width)] for u in range(len(x))]
 
 
@@ -108,11 +114,11 @@ def test_scores_are_the_papers(
         with pytest.raises(AttributionError, match="zero"):
             attribute(sae, store, settings_)
         return
-    found = attribute(sae, store, settings_)
-    torch.testing.assert_close(found.scores_P, expected, rtol=1e-9, atol=1e-12)
+    scored = attribute(sae, store, settings_)
+    torch.testing.assert_close(scored.scores_P, expected, rtol=1e-9, atol=1e-12)
     fired = sum((torch.tensor(paper_codes(sae, xb)) > 0)[:, : config.prefixes[0]].sum(0).double() for xb, _ in batches)
-    torch.testing.assert_close(found.firing_rates_P, fired / n_positions)
-    assert found.n_positions == n_positions
+    torch.testing.assert_close(scored.firing_rates_P, fired / n_positions)
+    assert scored.n_positions == n_positions
 
 
 @settings(max_examples=60, deadline=None)
@@ -144,9 +150,9 @@ def test_the_streamed_quantile_is_exact(data: st.DataObject, n_rows: int, n_samp
         size = data.draw(st.integers(1, left.shape[1]))
         largest.add(left[:, :size])
         left = left[:, size:]
-    found = largest.quantiles(torch.full((n_rows,), n_samples))
-    assert torch.equal(found, torch.quantile(values.double(), q, dim=1))
-    np.testing.assert_allclose(found.numpy(), np.quantile(values.double().numpy(), q, axis=1), rtol=1e-12)
+    scored = largest.quantiles(torch.full((n_rows,), n_samples))
+    assert torch.equal(scored, torch.quantile(values.double(), q, dim=1))
+    np.testing.assert_allclose(scored.numpy(), np.quantile(values.double().numpy(), q, axis=1), rtol=1e-12)
 
 
 @settings(max_examples=100, deadline=None)
@@ -180,7 +186,7 @@ def test_memory_is_a_share_of_the_samples() -> None:
 
 def random_case(path: Path, seed: int = 0) -> tuple[SAE, Store]:
     generator = torch.Generator().manual_seed(seed)
-    sae = make_sae(SAEConfig(6, 20, 3, (10, 20), n_core=4), seed)
+    sae = make_sae(SAEConfig(6, 20, 7, (10, 20), DenseCore(4, k_noncore=3)), seed)
     x, g = (torch.randn(50, 6, generator=generator) for _ in range(2))
     return sae, make_store(path, x, g, 30)
 
@@ -191,7 +197,7 @@ def test_permuting_latents_permutes_the_scores(tmp_path: Path) -> None:
     order = torch.cat([torch.randperm(4), 4 + torch.randperm(6), 10 + torch.randperm(10)])
     with torch.no_grad():
         other.W_enc_core.copy_(sae.W_enc_core[order[:4]])
-        other.W_enc_free.copy_(sae.W_enc_free[order[4:] - 4])
+        other.W_enc_noncore.copy_(sae.W_enc_noncore[order[4:] - 4])
         other.b_enc.copy_(sae.b_enc[order])
         other.W_dec.copy_(sae.W_dec[order])
     plain, permuted = attribute(sae, store), attribute(other, store)
@@ -212,27 +218,27 @@ def test_directions_that_carry_gradient_are_selected(tmp_path: Path) -> None:
     sae = SAE(SAEConfig(d_model, n_features, 4, (n_features,)))
     with torch.no_grad():
         sae.b_enc.fill_(-0.5)
-        sae.W_enc_free.copy_(features)
+        sae.W_enc_noncore.copy_(features)
         sae.W_dec.copy_(features)
-    found = attribute(sae, make_store(tmp_path, strength @ features, sensitivity @ features))
-    assert sorted(select_core(found.scores_P, 0.95).tolist()) == list(range(0, n_features, 2))
-    rates = found.firing_rates_P
+    scored = attribute(sae, make_store(tmp_path, strength @ features, sensitivity @ features))
+    assert sorted(select_core(scored.scores_P, 0.95).tolist()) == list(range(0, n_features, 2))
+    rates = scored.firing_rates_P
     assert float(rates.max()) < 1.2 * float(rates.min())
 
 
 def test_coverage_curve() -> None:
-    found = Attribution(torch.arange(3), torch.tensor([1.0, 5.0, 2.0]).double(), torch.ones(3), 7, {})
-    assert found.coverage_curve().tolist() == [5 / 8, 7 / 8, 1.0]
+    scored = Attribution(torch.arange(3), torch.tensor([1.0, 5.0, 2.0]).double(), torch.ones(3), 7, {})
+    assert scored.coverage_curve().tolist() == [5 / 8, 7 / 8, 1.0]
 
 
 def test_scores_survive_the_disk(tmp_path: Path) -> None:
     sae, store = random_case(tmp_path / "store")
-    found = attribute(sae, store, AttributionConfig(quantile=0.9))
-    found.save(tmp_path)
+    scored = attribute(sae, store, AttributionConfig(quantile=0.9))
+    scored.save(tmp_path)
     loaded = Attribution.load(tmp_path)
     for name in ("latents_P", "scores_P", "firing_rates_P"):
-        assert torch.equal(getattr(loaded, name), getattr(found, name))
-    assert (loaded.n_positions, loaded.facts) == (50, found.facts)
+        assert torch.equal(getattr(loaded, name), getattr(scored, name))
+    assert (loaded.n_positions, loaded.facts) == (50, scored.facts)
     assert loaded.facts["config"] == {"quantile": 0.9, "quantile_over": "all", "batch_size": 2048}
     path = tmp_path / "attribution.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
@@ -268,11 +274,11 @@ def test_a_store_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="width 5; the SAE takes 6"):
         attribute(sae, make_store(tmp_path / "two", torch.ones(3, 5), torch.ones(3, 5)))
     with pytest.raises(StoreError, match="no \\(x, g\\) pairs"):
-        attribute(sae, StoreWriter(tmp_path / "three", {"model": {}}).finish(6))
+        attribute(sae, StoreWriter(tmp_path / "three", REQUEST).finish(6))
 
 
 @pytest.mark.parametrize("wrong", [{"quantile": 1.5}, {"quantile": float("nan")}, {"quantile_over": "some"}])
-def test_impossible_settings_are_refused(wrong: dict[str, object]) -> None:
+def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         AttributionConfig(**wrong)
     with pytest.raises(ConfigError, match="batch_size"):

@@ -66,12 +66,12 @@ def test_a_truncated_file_is_named(checkpoint: Path, share: float) -> None:
     data = checkpoint.read_bytes()
     checkpoint.write_bytes(data[: int(share * len(data))])
     for read in (load_checkpoint, read_state):
-        with pytest.raises(CheckpointError, match=r"checkpoint\.safetensors cannot be read.*Remove it to begin"):
+        with pytest.raises(CheckpointError, match=r"checkpoint\.safetensors cannot be read.*Remove it to start"):
             read(checkpoint)
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(checkpoint: Path) -> None:
-    """A limit on the size of files stands in for the full disk."""
+    """A limit on file sizes stands in for a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
@@ -85,7 +85,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(checkpoint: Path) -> None:
     assert [file.name for file in checkpoint.parent.iterdir()] == [checkpoint.name]
 
 
-def test_removing_takes_what_a_killed_writer_left(checkpoint: Path) -> None:
+def test_removing_also_takes_what_a_killed_writer_left(checkpoint: Path) -> None:
     checkpoint.with_name("checkpoint.safetensors.tmp").write_bytes(b"half")
     for _ in range(2):
         remove_checkpoint(checkpoint)

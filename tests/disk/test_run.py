@@ -1,4 +1,4 @@
-"""The run directory: whose it is, and that nobody else is at it."""
+"""The run directory: what it belongs to, and that one process at a time works in it."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
-def test_the_same_settings_again_go_on(tmp_path: Path) -> None:
+def test_the_same_settings_are_accepted_again(tmp_path: Path) -> None:
     for _ in range(2):
         with claimed(tmp_path / "run", SETTINGS):
             assert read_settings(tmp_path / "run") == SETTINGS
@@ -63,7 +63,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
         pytest.fail("claimed a file")
 
 
-def test_a_run_killed_while_it_wrote_its_settings_can_begin_again(tmp_path: Path) -> None:
+def test_a_run_killed_while_it_wrote_its_settings_can_start_again(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
     (tmp_path / "config.json.tmp").write_text('{"lr"')
     with claimed(tmp_path, SETTINGS):
@@ -79,7 +79,7 @@ def test_damaged_settings_are_named(tmp_path: Path) -> None:
         read_settings(tmp_path / "nowhere")
 
 
-def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
+def test_a_second_process_cannot_enter(tmp_path: Path) -> None:
     code = (
         "import sys, json; from pathlib import Path; from dmsae.disk.run import claimed\n"
         "with claimed(Path(sys.argv[1]), json.loads(sys.argv[2])):\n"
@@ -102,7 +102,7 @@ def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
         pass
 
 
-def test_differences_go_as_deep_as_they_lie() -> None:
+def test_nested_differences_are_named_by_their_path() -> None:
     assert differences({"a": {"b": [1]}}, {"a": {"b": [1]}}) == []
     assert differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}}) == ["a.b: was 1, now 3", "c: was 2, now null"]
     assert differences({"a": {"b": 1}}, {"a": None}) == ['a: was {"b": 1}, now null']

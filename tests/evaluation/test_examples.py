@@ -1,14 +1,18 @@
-"""The text that fires a latent most."""
+"""The text on which a latent fires most."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from dmsae.activations.store import Split, StoreWriter, shard_file, token_file
+from dmsae.activations.splits import Split
+from dmsae.activations.store import StoreWriter
+from dmsae.disk.layout import shard_file, token_file
 from dmsae.errors import StoreError
 from dmsae.evaluation.examples import top_examples
-from dmsae.sae.sae import SAE, SAEConfig
+from dmsae.sae.config import SAEConfig
+from dmsae.sae.sae import SAE
+from planted import REQUEST
 
 
 class Spelling:
@@ -20,14 +24,14 @@ class Spelling:
 
 
 def test_examples_stand_where_the_latent_fires_most_one_from_each_context(tmp_path: Path) -> None:
-    """Latent 0 reads dimension 0. It is largest at context 1 position 2, then at context 0 position 3."""
+    """Latent 0 reads dimension 0, which is largest at position 2 of context 1, then at position 3 of context 0."""
     sae = SAE(SAEConfig(d_model=2, width=2, k=1, prefixes=(2,)))
     with torch.no_grad():
-        sae.W_enc_free.copy_(torch.eye(2))
+        sae.W_enc_noncore.copy_(torch.eye(2))
     tokens = torch.tensor([[0, 1, 2, 3], [4, 5, 6, -1], [8, 9, 10, 11]], dtype=torch.int32)
     x = torch.tensor([[1.0, 0], [2, 0], [3, 0], [4, 0], [9, 0], [-1, 5]])
     context, position = [0, 0, 0, 1, 1, 2], [1, 2, 3, 1, 2, 1]
-    writer = StoreWriter(tmp_path / "store", {"model": {}})
+    writer = StoreWriter(tmp_path / "store", REQUEST)
     writer.add(token_file(Split.HELDOUT), {"tokens": tokens, "starts": tokens == 0}, {})
     columns = {
         "context": torch.tensor(context, dtype=torch.int32),
@@ -42,6 +46,6 @@ def test_examples_stand_where_the_latent_fires_most_one_from_each_context(tmp_pa
 
 
 def test_a_store_without_held_out_text_is_an_error(tmp_path: Path) -> None:
-    store = StoreWriter(tmp_path / "store", {"model": {}}).finish(2)
+    store = StoreWriter(tmp_path / "store", REQUEST).finish(2)
     with pytest.raises(StoreError, match="heldout_tokens"):
         top_examples(SAE(SAEConfig(d_model=2, width=2, k=1, prefixes=(2,))), [0], store, Spelling())

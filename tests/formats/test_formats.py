@@ -1,4 +1,4 @@
-"""Foreign checkpoints: dictionary_learning's made with the real package, SAELens's built by hand after its source."""
+"""Checkpoints of other packages: dictionary_learning's from the real package, SAELens's by hand after its source."""
 
 import importlib
 import importlib.util
@@ -14,18 +14,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dmsae.config import to_dict
 from dmsae.cores.attribution import CandidateCodes
 from dmsae.disk.files import sha256_of
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.formats import load_any
-from dmsae.sae.sae import SAE, SAEConfig, save_sae
+from dmsae.sae.config import SAEConfig
+from dmsae.sae.sae import SAE
+from planted import MODEL
 
 D_MODEL, WIDTH, K, GROUPS = 8, 32, 3, [4, 8, 20]
 
 
 @pytest.fixture
 def dictionary_learning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that imports a module of the real package without its `__init__`, which needs packages not here."""
+    """Import a module of the real package without its `__init__`, which needs packages that are not installed."""
     spec = importlib.util.find_spec("dictionary_learning")
     if spec is None or spec.submodule_search_locations is None:
         pytest.fail("dictionary-learning is not installed: pip install --no-deps dictionary-learning==0.1.0 einops")
@@ -42,14 +45,14 @@ def dictionary_learning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def randomise(module: torch.nn.Module, threshold: float) -> None:
-    """Give biases and threshold values, as training would."""
+    """Give biases and the threshold values as training would."""
     with torch.no_grad():
         for name, tensor in module.named_parameters():
             if tensor.ndim == 1:
                 tensor.normal_(std=0.3)
             elif "enc" in name:
                 tensor.add_(0.2 * torch.randn_like(tensor))
-        module.threshold.fill_(threshold)
+        module.get_buffer("threshold").fill_(threshold)
 
 
 def write_trainer(directory: Path, module: torch.nn.Module, **trainer: Any) -> None:
@@ -71,8 +74,8 @@ def test_codes_equal_those_of_dictionary_learning(
         theirs = module.MatryoshkaBatchTopKSAE(D_MODEL, WIDTH, K, GROUPS)
     randomise(theirs, threshold)
     write_trainer(tmp_path, theirs, dict_class=type(theirs).__name__, k=K)
-    ours, kind_found, notes, digest, _ = load_any(tmp_path)
-    assert kind_found == "dictionary_learning"
+    ours, kind_read, notes, digest, _ = load_any(tmp_path)
+    assert kind_read == "dictionary_learning"
     assert digest == sha256_of(tmp_path / "ae.pt")
     assert ours.config.prefixes == ((WIDTH,) if kind == "batch_top_k" else (4, 12, 32))
     assert (ours.config.k, ours.config.n_core, ours.config.center_input) == (K, 0, True)
@@ -118,7 +121,7 @@ def test_decoder_rows_are_brought_to_unit_norm(tmp_path: Path, dictionary_learni
 
 
 def saelens_files(directory: Path, weights: dict[str, Tensor], **changes: Any) -> None:
-    """Write the files of SAELens 6. Made by hand after its source, not with the package."""
+    """Write the files of SAELens 6, by hand after its source rather than with the package."""
     directory.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
         "d_in": D_MODEL,
@@ -160,7 +163,7 @@ def jumprelu(weights: dict[str, Tensor], x: Tensor, centered: bool) -> Tensor:
 @pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize("norm", [1.0, 0.05])
 def test_codes_of_a_saelens_directory(tmp_path: Path, centered: bool, norm: float) -> None:
-    """A folded normalisation leaves decoder rows of another norm; undoing it scales the codes, nothing else."""
+    """A folded normalisation changes the norms of decoder rows; undoing it scales the codes and nothing else."""
     weights = saelens_weights()
     unfolded = weights["W_enc"].T.clone()
     weights["W_enc"] /= norm
@@ -181,7 +184,7 @@ def test_codes_of_a_saelens_directory(tmp_path: Path, centered: bool, norm: floa
 
 @pytest.mark.parametrize("rescaled", [True, False])
 def test_a_saelens_training_checkpoint(tmp_path: Path, rescaled: bool) -> None:
-    """Its one threshold is in units of the activation times the decoder norm when activations are rescaled by it."""
+    """When activations are rescaled by the decoder norm, the one threshold applies to them after rescaling."""
     weights = saelens_weights()
     del weights["threshold"]
     norms = torch.rand(WIDTH) + 0.5
@@ -245,7 +248,7 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
 
 
 class Stranger:
-    """Something that only unpickling with code could bring back."""
+    """Something that cannot be unpickled without running code."""
 
 
 @pytest.mark.parametrize("content", [Stranger(), {"W_enc": Stranger()}])
@@ -272,10 +275,10 @@ def test_other_pickles_are_refused(tmp_path: Path) -> None:
 
 def test_one_of_ours(tmp_path: Path) -> None:
     sae = SAE.init(SAEConfig(4, 8, 2, (4, 8)), torch.Generator().manual_seed(0))
-    save_sae(sae, tmp_path)
-    found = load_any(tmp_path)
-    assert (found.kind, found.sae.config) == ("dmsae", sae.config)
-    assert torch.equal(found.sae.W_enc, sae.W_enc)
+    sae.save(tmp_path, {"model": to_dict(MODEL)})
+    imported = load_any(tmp_path)
+    assert (imported.kind, imported.sae.config, imported.model) == ("dmsae", sae.config, MODEL)
+    assert torch.equal(imported.sae.W_enc, sae.W_enc)
     with pytest.raises(ConfigError, match="k is given as 3"):
         load_any(tmp_path, k=3)
 

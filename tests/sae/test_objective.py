@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dmsae.errors import ConfigError
-from dmsae.sae.objective import Objective, PrefixReduction, adam, backward_, step_
-from dmsae.sae.sae import SAE, CoreMode, SAEConfig
+from dmsae.sae.config import DenseCore, SAEConfig, SparseCore
+from dmsae.sae.objective import Objective, PrefixReduction, backward_
+from dmsae.sae.optimiser import adam, step_
+from dmsae.sae.sae import SAE
 from strategies import configs
 
-PARAMETERS = ("W_enc_free", "b_enc", "W_dec", "b_dec")
+PARAMETERS = ("W_enc_noncore", "b_enc", "W_dec", "b_dec")
 
 
 class Reference(NamedTuple):
@@ -25,10 +27,11 @@ class Reference(NamedTuple):
 
 
 def dense_mask(sae: SAE, f: Tensor) -> Tensor:
-    """Which activations survive: a dense core's positives, and the k·B largest of the rest, first come first kept."""
-    first = sae.config.n_unmasked
+    """Return which activations survive: a dense core's positives, and the k·B largest of the rest."""
+    core = sae.config.core
+    first, k = (core.n, core.k_noncore) if isinstance(core, DenseCore) else (0, sae.config.k)
     competing = f[:, first:].T.flatten()  # latent-major: of equal activations the lower latent survives
-    order = competing.sort(descending=True, stable=True).indices[: sae.config.k * len(f)]
+    order = competing.sort(descending=True, stable=True).indices[: k * len(f)]
     mask = torch.zeros_like(competing).index_fill(0, order, 1).view(-1, len(f)).T
     return torch.cat([torch.ones_like(f[:, :first]), mask], dim=1) * (f > 0)
 
@@ -36,7 +39,7 @@ def dense_mask(sae: SAE, f: Tensor) -> Tensor:
 def dense_reference(sae: SAE, x: Tensor, objective: Objective, dead: Tensor | None) -> Reference:
     config = sae.config
     leaves = {name: getattr(sae, name).detach().clone().requires_grad_() for name in PARAMETERS}
-    W_enc = torch.cat([sae.W_enc_core, leaves["W_enc_free"]])
+    W_enc = torch.cat([sae.W_enc_core, leaves["W_enc_noncore"]])
     inputs = x - leaves["b_dec"] if config.center_input else x
     all_f = (inputs @ W_enc.T + leaves["b_enc"]).relu()
     f = all_f * dense_mask(sae, all_f.detach())
@@ -70,23 +73,31 @@ def make_sae(config: SAEConfig, seed: int) -> SAE:
     sae = SAE.init(config, generator, core).double()
     with torch.no_grad():
         sae.renormalise_()
-        sae.W_enc_free += 0.3 * torch.randn(sae.W_enc_free.shape, generator=generator)
-        sae.b_enc += 0.2 * torch.randn(config.width, generator=generator)
-        sae.b_dec += 0.2 * torch.randn(config.d_model, generator=generator)
+        sae.W_enc_noncore.add_(0.3 * torch.randn(sae.W_enc_noncore.shape, generator=generator))
+        sae.b_enc.add_(0.2 * torch.randn(config.width, generator=generator))
+        sae.b_dec.add_(0.2 * torch.randn(config.d_model, generator=generator))
     return sae
+
+
+def assert_close(actual: Tensor | float, expected: Tensor | float, name: str) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, msg=lambda message: f"{name}: {message}")
+
+
+def grad_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def assert_same(sae: SAE, x: Tensor, objective: Objective, dead: Tensor | None, warm: float | None) -> None:
     expected = dense_reference(sae, x, objective, dead)
     result = backward_(sae, x, objective, dead, warm)
-    close = {"rtol": 1e-10, "atol": 1e-12}
-    torch.testing.assert_close(result.loss, expected.loss.item(), **close)
-    torch.testing.assert_close(result.prefix_errors, torch.stack(expected.errors), **close)
-    torch.testing.assert_close(result.aux_loss, expected.aux.item(), **close)
+    assert_close(result.loss, expected.loss.item(), "loss")
+    assert_close(result.prefix_errors, torch.stack(expected.errors), "prefix_errors")
+    assert_close(result.aux_loss, expected.aux.item(), "aux_loss")
     for name, grad in expected.grads.items():
-        torch.testing.assert_close(getattr(sae, name).grad, grad, **close, msg=lambda m, n=name: f"{n}: {m}")
+        assert_close(getattr(sae, name).grad, grad, name)
     total = torch.stack([grad.norm() for grad in expected.grads.values()]).norm()
-    torch.testing.assert_close(result.grad_norm, total.item(), **close)
+    assert_close(result.grad_norm, total.item(), "grad_norm")
     n_core, fired = sae.config.n_core, (expected.f > 0)
     assert torch.equal(result.n_fired.long(), fired.sum(0))
     assert result.l0_core == pytest.approx(fired[:, :n_core].sum().item() / len(x))
@@ -119,16 +130,16 @@ def test_losses_and_gradients_equal_dense_autograd(
     assert_same(sae, x, Objective(reduction), dead, warm)
 
 
-@pytest.mark.parametrize("core_mode", CoreMode)
-def test_ties_keep_exactly_k_per_token(core_mode: CoreMode) -> None:
-    config = SAEConfig(4, 12, 3, (5, 12), n_core=2, core_mode=core_mode)
+@pytest.mark.parametrize(("k", "core"), [(7, DenseCore(2, k_noncore=3)), (3, SparseCore(2))], ids=["dense", "sparse"])
+def test_ties_keep_exactly_k_per_token(k: int, core: DenseCore | SparseCore) -> None:
+    config = SAEConfig(4, 12, k, (5, 12), core)
     sae = make_sae(config, 0)
     with torch.no_grad():
-        sae.W_enc_free.copy_(sae.W_enc_free[:1].expand(10, 4))
+        sae.W_enc_noncore.copy_(sae.W_enc_noncore[:1].expand(10, 4))
         sae.b_enc.fill_(5.0)
     x = torch.randn(1, 4, dtype=torch.float64).expand(6, 4).contiguous()
     result = backward_(sae, x, Objective())
-    competing = result.n_fired[config.n_unmasked :].sum()
+    competing = result.n_fired[config.n_dense :].sum()
     assert competing == 3 * 6
     assert_same(sae, x, Objective(), None, None)
 
@@ -137,7 +148,7 @@ def test_fewer_positives_than_k_keeps_the_positives() -> None:
     config = SAEConfig(6, 20, 15, (4, 20))
     sae = make_sae(config, 3)
     with torch.no_grad():
-        sae.b_enc -= 1.5
+        sae.b_enc.sub_(1.5)
     x = torch.randn(16, 6, dtype=torch.float64)
     assert backward_(sae, x, Objective()).l0_noncore < 15
     assert_same(sae, x, Objective(), torch.ones(20, dtype=torch.bool), None)
@@ -147,49 +158,49 @@ def test_nothing_fires() -> None:
     config = SAEConfig(6, 20, 4, (4, 20))
     sae = make_sae(config, 3)
     with torch.no_grad():
-        sae.b_enc -= 100
+        sae.b_enc.sub_(100)
     assert_same(sae, torch.randn(8, 6, dtype=torch.float64), Objective(), None, 1.0)
 
 
 def test_many_blocks_give_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmsae.sae.sparse._BLOCK_ELEMENTS", 64)
     monkeypatch.setattr("dmsae.sae.sparse._GRADIENT_ELEMENTS", 7 * 8)
-    config = SAEConfig(8, 60, 4, (10, 30, 60), n_core=5, core_mode=CoreMode.SPARSE)
+    config = SAEConfig(8, 60, 4, (10, 30, 60), SparseCore(5))
     dead = torch.rand(60) < 0.5
     for warm in (None, 0.5):
         assert_same(make_sae(config, 1), torch.randn(20, 8, dtype=torch.float64), Objective(), dead, warm)
 
 
 def test_many_dead_latents_are_rebuilt_sparsely(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SAEConfig(4, 60, 2, (10, 60), n_core=5)
+    config = SAEConfig(4, 60, 9, (10, 60), DenseCore(5, k_noncore=2))
     sae, x = make_sae(config, 1), torch.randn(20, 4, dtype=torch.float64)
     with torch.no_grad():
-        sae.b_enc[20:] -= 1.0
+        sae.b_enc[20:].sub_(1.0)
     dead = torch.arange(60) >= 20
     assert_same(sae, x, Objective(), dead, None)
-    sparse_grad = sae.W_enc_free.grad.clone()
+    sparse_grad = grad_of(sae.W_enc_noncore).clone()
     monkeypatch.setattr("dmsae.sae.objective._SPARSE_FROM", 1000)
     assert backward_(sae, x, Objective(), dead).aux_loss > 0
-    torch.testing.assert_close(sae.W_enc_free.grad, sparse_grad)
+    torch.testing.assert_close(grad_of(sae.W_enc_noncore), sparse_grad)
 
 
 def test_only_gradients_change() -> None:
-    sae = make_sae(SAEConfig(6, 20, 4, (8, 20), n_core=3), 0)
+    sae = make_sae(SAEConfig(6, 20, 9, (8, 20), DenseCore(3, k_noncore=4)), 0)
     before = {name: tensor.clone() for name, tensor in sae.state_dict().items()}
     x = torch.randn(8, 6, dtype=torch.float64)
     given_x = x.clone()
     first = backward_(sae, x, Objective())
-    grad = sae.W_dec.grad.clone()
+    grad = grad_of(sae.W_dec).clone()
     second = backward_(sae, x, Objective(), warm_start=first.warm_start)
     assert torch.equal(x, given_x)
     assert all(torch.equal(before[name], tensor) for name, tensor in sae.state_dict().items())
     assert first.loss == second.loss
-    assert torch.equal(grad, sae.W_dec.grad)
+    assert torch.equal(grad, grad_of(sae.W_dec))
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_step_equals_clip_adam_renormalise(scale: float) -> None:
-    config = SAEConfig(6, 24, 4, (8, 24), n_core=3)
+    config = SAEConfig(6, 24, 9, (8, 24), DenseCore(3, k_noncore=4))
     ours, plain = make_sae(config, 0), make_sae(config, 0)
     optimiser = adam(ours, lr=1e-2)
     reference = torch.optim.Adam(plain.parameters(), lr=1e-2)
@@ -209,10 +220,10 @@ def test_step_equals_clip_adam_renormalise(scale: float) -> None:
 
 
 def test_errors_name_the_field() -> None:
-    with pytest.raises(ConfigError, match=r"prefix_reduction is 'max'"):
+    with pytest.raises(ConfigError, match=r"prefix_reduction = 'max'; it must be one of sum, mean, saebench"):
         Objective("max")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"aux_alpha is -1"):
+    with pytest.raises(ConfigError, match=r"aux_alpha = -1; it must be"):
         Objective(aux_alpha=-1)
     sae = make_sae(SAEConfig(6, 24, 4, (24,)), 0)
-    with pytest.raises(ConfigError, match=r"x has shape \[3, 5\]"):
+    with pytest.raises(ConfigError, match=r"x has shape \[3, 5\]; it must have shape \[B, 6\]"):
         backward_(sae, torch.zeros(3, 5), Objective())

@@ -18,22 +18,15 @@ from typing import Any
 import pytest
 import torch
 
+from dmsae.sae.config import SAEConfig, matryoshka_nesting
 from dmsae.sae.objective import Objective, PrefixReduction
-from dmsae.sae.sae import SAEConfig, matryoshka_prefixes
-from dmsae.training.learner import Learner, Member
-from dmsae.training.schedule import TrainConfig
+from dmsae.training.config import TrainConfig
+from dmsae.training.learner import Learner, SAESpec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 D, K, N_TOKENS, N_STEPS = 16, 64, 64, 80
 DEAD_AFTER_TOKENS = 5 * N_TOKENS
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are only slowed down by more."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
 
 
 @pytest.fixture
@@ -57,11 +50,11 @@ def batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(48, D, generator=generator, dtype=torch.float64)
     rates = 0.5 / torch.arange(1, 49) ** 0.7
-    found = []
+    made = []
     for _ in range(N_STEPS):
         on = torch.rand(N_TOKENS, 48, generator=generator) < rates
-        found.append((on * torch.rand(N_TOKENS, 48, generator=generator, dtype=torch.float64)) @ features + 0.5)
-    return found
+        made.append((on * torch.rand(N_TOKENS, 48, generator=generator, dtype=torch.float64)) @ features + 0.5)
+    return made
 
 
 @pytest.mark.parametrize("k", [3, 6])
@@ -75,10 +68,10 @@ def test_eighty_steps_equal_the_published_trainer(peer: Any, k: int) -> None:
         lm_name="none",
         group_fractions=[1 / 32, 1 / 16, 1 / 8, 1 / 4, 17 / 32],
         lr=3e-3,
-        warmup_steps=0,  # its warm-up begins at a rate of zero, ours one step further
+        warmup_steps=0,  # its warm-up starts from a rate of zero, ours from one step later
         decay_start=60,
         threshold_beta=0.9,
-        threshold_start_step=29,  # it begins after that step
+        threshold_start_step=29,  # averaging starts after that step
         seed=0,
         device="cpu",
     )
@@ -98,17 +91,17 @@ def test_eighty_steps_equal_the_published_trainer(peer: Any, k: int) -> None:
         threshold_beta=0.9,
         dead_after_tokens=DEAD_AFTER_TOKENS,
     )
-    member = Member("ours", SAEConfig(D, K, k, matryoshka_prefixes(K)))
-    learner = Learner(member, config, config.schedule(), trainer.geometric_median(data[0]))
+    spec = SAESpec("ours", SAEConfig(D, K, k, matryoshka_nesting(K)))
+    learner = Learner(spec, config, config.schedule(), trainer.geometric_median(data[0]))
     sae = learner.sae.double()
     with torch.no_grad():
         sae.W_dec.copy_(theirs.W_dec)
-        sae.W_enc_free.copy_(theirs.W_enc.T)
+        sae.W_enc_noncore.copy_(theirs.W_enc.T)
         sae.b_enc.copy_(theirs.b_enc)
         sae.b_dec.copy_(trainer.geometric_median(data[0]))  # again: it was rounded to single precision
     n_aux_steps = 0
     for step, x in enumerate(data):
-        result = learner.advance(step, x, variance=float(x.var(0).sum()))
+        result = learner.advance(step, x, batch_variance=float(x.var(0).sum()))
         n_aux_steps += result.aux_loss > 0
         assert result.loss == pytest.approx(trainer.update(step, x), rel=2e-6), f"step {step}"
         assert torch.equal(learner.idle_tokens_K, trainer.num_tokens_since_fired)

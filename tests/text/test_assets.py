@@ -9,17 +9,20 @@ import sys
 import zipfile
 from collections import namedtuple
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from dmsae import cli
+from dmsae.disk import files
 from dmsae.disk.files import exclusive_lock, sha256_of
+from dmsae.disk.layout import assets_directory
 from dmsae.errors import AssetError, BusyError, DiskSpaceError
+from dmsae.progress import SILENT, Bar
 from dmsae.text import assets
 from dmsae.text.assets import Asset
-from dmsae.text.corpus import Corpus, TextConfig
+from dmsae.text.corpus import TextConfig, open_corpus
 
 BOMB = "raise RuntimeError('code of an asset was run')\n"
 
@@ -33,7 +36,7 @@ class Shelf:
 
     @property
     def cache(self) -> Path:
-        return assets.cache_directory() / "assets"
+        return assets_directory()
 
 
 def build_wheel(directory: Path, members: dict[str, str]) -> Path:
@@ -103,8 +106,9 @@ def test_fetched_once_is_there_for_good(shelf: Shelf, monkeypatch: pytest.Monkey
 
 
 def test_a_corpus_asset_is_text(shelf: Shelf) -> None:
-    found = Corpus(TextConfig(source="tiny-texts", exclude=("escape*",)))
-    assert [document.text for document in found.documents(seed=0)] == ["some text"]
+    opened = open_corpus(TextConfig(source="tiny-texts", exclude=("escape*",)))
+    assert opened.identity["field"] == "words"
+    assert [document.text for document in opened.documents(seed=0)] == ["some text"]
 
 
 def test_wrong_hash_is_refused_and_leaves_nothing(shelf: Shelf) -> None:
@@ -133,8 +137,6 @@ def test_offline_and_absent_names_the_command(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unpacking_is_atomic(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    really = assets.write_json
-
     def killed(path: Path, value: object) -> None:
         assert {entry.name for entry in path.parent.iterdir()} >= {"a.csv", "probe.csv"}
         raise KeyboardInterrupt
@@ -145,7 +147,7 @@ def test_unpacking_is_atomic(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> N
     assert not assets.is_fetched(shelf.asset)
     # What a SIGKILL would have left is cleared away by the next fetch.
     (shelf.cache / ".tiny-texts-left" / "unpacked").mkdir(parents=True)
-    monkeypatch.setattr(assets, "write_json", really)
+    monkeypatch.setattr(assets, "write_json", files.write_json)
     assets.fetch("tiny-texts")
     assert {entry.name for entry in shelf.cache.iterdir()} == {"tiny-texts-1.0", "tiny-texts.lock"}
 
@@ -153,7 +155,7 @@ def test_unpacking_is_atomic(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_directory_of_somebody_else_is_not_replaced(shelf: Shelf) -> None:
     assets.location(shelf.asset).mkdir(parents=True)
     (assets.location(shelf.asset) / "mine.txt").write_text("precious")
-    with pytest.raises(AssetError, match=r"tiny-texts-1\.0 is there but holds no asset\.json"):
+    with pytest.raises(AssetError, match=r"tiny-texts-1\.0 exists but holds no asset\.json"):
         assets.fetch("tiny-texts")
     assert (assets.location(shelf.asset) / "mine.txt").read_text() == "precious"
 
@@ -180,20 +182,28 @@ def test_two_fetches_at_once_and_a_full_disk_are_refused(shelf: Shelf, monkeypat
         (lambda path: (path / "asset.json").unlink(), r"not fetched; run 'dmsae assets fetch tiny-texts'"),
     ],
 )
-def test_verify_detects_changes(
-    damage: Callable[[Path], object], message: str, shelf: Shelf, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_detects_changes(damage: Callable[[Path], object], message: str, shelf: Shelf) -> None:
+    path = assets.fetch("tiny-texts")
+    assert assets.verify("tiny-texts") == []
+    damage(path)
+    [problem] = assets.verify("tiny-texts")
+    assert re.search(message, problem)
+    if assets.is_fetched(shelf.asset):
+        with pytest.raises(AssetError, match="is damaged: "):
+            open_corpus(TextConfig(source="tiny-texts"))
+
+
+def test_the_verify_command_fails_when_an_asset_is_damaged(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    from dmsae import cli
+
     path = assets.fetch("tiny-texts")
     cli.main(["assets", "verify", "tiny-texts"])
     assert "tiny-texts: ok" in capsys.readouterr().out
-    damage(path)
+    (path / "a.csv").unlink()
     with pytest.raises(SystemExit) as stopped:
         cli.main(["assets", "verify", "tiny-texts"])
     assert stopped.value.code == 1
-    assert re.search(message, capsys.readouterr().out)
-    if assets.is_fetched(assets.find("tiny-texts")):
-        with pytest.raises(AssetError, match="is damaged: "):
-            Corpus(TextConfig(source="tiny-texts"))
+    assert "a.csv is missing" in capsys.readouterr().out
 
 
 def test_unknown_assets_offer_the_nearest() -> None:
@@ -201,15 +211,56 @@ def test_unknown_assets_offer_the_nearest() -> None:
         assets.find("probe")
 
 
-def test_cache_directory_can_be_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_can_be_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asset = assets.find("probes")
+    folder = Path("assets") / f"probes-{asset.version}"
     monkeypatch.setenv("DMSAE_CACHE", str(tmp_path / "here"))
-    assert assets.cache_directory() == tmp_path / "here"
+    assert assets.location(asset) == tmp_path / "here" / folder
     monkeypatch.delenv("DMSAE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert assets.cache_directory() == tmp_path / "xdg" / "dmsae"
+    assert assets.location(asset) == tmp_path / "xdg" / "dmsae" / folder
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert assets.cache_directory() == tmp_path / ".cache" / "dmsae"
+    assert assets.location(asset) == tmp_path / ".cache" / "dmsae" / folder
+
+
+class Notes:
+    """A `Progress` that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def bar(self, what: str, total: int, unit: str) -> AbstractContextManager[Bar]:
+        return SILENT.bar(what, total, unit)
+
+    def note(self, message: str) -> None:
+        self.messages.append(message)
+
+    def warn(self, message: str) -> None:
+        self.messages.append(message)
+
+
+def test_fetching_reports_what_it_costs_and_prints_nothing(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    notes = Notes()
+    open_corpus(TextConfig(source="tiny-texts"), notes)
+    [message] = notes.messages
+    assert message.startswith("Fetching the corpus 'tiny-texts': dmsae-test-texts 1.0, ")
+    assert "100 bytes on disk" in message
+    assert assets.fetch_whole("tiny-texts", notes) == shelf.cache / "tiny-texts-1.0"
+    assert len(notes.messages) == 1, "nothing is fetched twice"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_nothing_slow_is_imported() -> None:
+    code = "import sys, dmsae.text.assets; assert not {'torch', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_bundled_model_is_named_in_full() -> None:
+    asset = assets.find("smollm2-135m")
+    for text in (asset.about, asset.credit):
+        assert "SmolLM2-135M-Instruct" in text
+    assert "4 bits" in asset.about
 
 
 @pytest.mark.real

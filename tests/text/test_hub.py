@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from conftest import build_documents
-from dmsae.activations.harvest import HarvestConfig, harvest
-from dmsae.activations.store import Split, Store
+from dmsae.activations.harvest import harvest
+from dmsae.activations.request import HarvestConfig, HarvestRequest
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store
 from dmsae.text.corpus import TextConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -108,25 +110,20 @@ def run(tiny_model: Path, dataset: Path, tmp_path: Path) -> Iterator[Callable[[s
     }
 
     def run(code: str) -> str:
-        found = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
         )
-        assert found.returncode == 0, found.stderr
-        return found.stdout
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     yield run
     server.shutdown()
     server.server_close()
 
 
-SETTINGS = """
-import sys
-from pathlib import Path
-from dmsae.activations.base_model import ModelConfig, identify
+TEXT = """
 from dmsae.errors import DmsaeError
-from dmsae.activations.harvest import HarvestConfig, harvest
-from dmsae.text.corpus import Corpus, TextConfig
-from dmsae.text.tokens import TokenConfig
+from dmsae.text.corpus import HubText, TextConfig, open_corpus
 
 def error(function):
     try:
@@ -135,12 +132,20 @@ def error(function):
     except DmsaeError as error:
         print(type(error).__name__, error)
 """
+MODEL = """
+from dmsae.activations.base_model import ModelConfig, identify
+"""
 
 
 def test_a_model_and_a_dataset_from_the_hub_are_harvested_like_local_ones(
     run: Callable[[str], str], dataset: Path, tiny_config: Callable[..., HarvestConfig], tmp_path: Path
 ) -> None:
-    code = f"""{SETTINGS}
+    code = f"""{TEXT}{MODEL}
+from pathlib import Path
+from dmsae.activations.harvest import harvest
+from dmsae.activations.request import HarvestConfig
+from dmsae.text.tokens import TokenConfig
+
 config = HarvestConfig(
     model=ModelConfig(name="us/model", hook=0, device="cpu"),
     text=TextConfig(source="hub:us/texts", heldout_fraction=0.2),
@@ -149,27 +154,46 @@ config = HarvestConfig(
 )
 print(harvest(config, Path({str(tmp_path / "hub")!r})).path)
 """
-    found = Store.open(Path(run(code).strip()))
+    from_hub = Store.open(Path(run(code).strip()))
     text = TextConfig(source=str(dataset), heldout_fraction=0.2)
     # A null is nothing on the Hub; in a local file a line without text is an error, so it is left out there.
     lines = (dataset / "train.jsonl").read_text().splitlines(keepends=True)
     (dataset / "train.jsonl").write_text("".join(line for line in lines if "null" not in line))
     local = harvest(tiny_config(text=text, train_tokens=1000, heldout_tokens=100, pair_tokens=100), tmp_path / "local")
-    assert found.model["revision"] == found.request["text"]["revision"] == COMMIT
-    assert found.model["weights_sha256"] == local.model["weights_sha256"]
+    assert isinstance(from_hub.request, HarvestRequest)
+    assert from_hub.model.revision == from_hub.request.text["revision"] == COMMIT
+    assert from_hub.model.weights_sha256 == local.model.weights_sha256
     for split in Split:
-        ours, theirs = found.tokens(split), local.tokens(split)
+        ours, theirs = from_hub.tokens(split), local.tokens(split)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-        for a, b in zip(found.batches(split, 100), local.batches(split, 100), strict=True):
+        for a, b in zip(from_hub.batches(split, 100), local.batches(split, 100), strict=True):
             torch.testing.assert_close(a["x"], b["x"])
 
 
+def test_the_identity_of_a_hub_dataset_names_its_commit(run: Callable[[str], str]) -> None:
+    code = f"""{TEXT}
+import json
+opened = open_corpus(TextConfig(source="hub:us/texts", hub=HubText(revision="main")))
+print(json.dumps([opened.source, opened.identity, opened.hint_if_too_small()]))
+"""
+    source, identity, hint = json.loads(run(code))
+    assert (source, hint) == ("hub:us/texts", "")
+    assert identity == {
+        "kind": "hub",
+        "field": "text",
+        "dataset": "us/texts",
+        "subset": "",
+        "split": "train",
+        "revision": COMMIT,
+    }
+
+
 def test_what_the_hub_does_not_have_is_a_clear_error(run: Callable[[str], str]) -> None:
-    code = f"""{SETTINGS}
-read = lambda **settings: list(Corpus(TextConfig(source="hub:us/texts", **settings)).documents(0))
-error(lambda: Corpus(TextConfig(source="hub:us/absent")))
-error(lambda: read(hub_split="tset"))
-error(lambda: read(hub_subset="absent"))
+    code = f"""{TEXT}{MODEL}
+read = lambda **settings: list(open_corpus(TextConfig(source="hub:us/texts", **settings)).documents(0))
+error(lambda: open_corpus(TextConfig(source="hub:us/absent")))
+error(lambda: read(hub=HubText(split="tset")))
+error(lambda: read(hub=HubText(subset="absent")))
 error(lambda: read(field="txt"))
 error(lambda: read(field="n"))
 error(lambda: identify(ModelConfig(name="us/absent")))
@@ -177,8 +201,8 @@ error(lambda: identify(ModelConfig(name="us/absent")))
     errors = run(code).splitlines()
     expected = [
         ("CorpusError", "'us/absent' cannot be reached"),
-        ("CorpusError", "cannot be read", "text.hub_split"),
-        ("CorpusError", "cannot be read", "text.hub_subset"),
+        ("CorpusError", "cannot be read", "text.hub.split"),
+        ("CorpusError", "cannot be read", "text.hub.subset"),
         ("CorpusError", "has no column 'txt'. Did you mean 'text'"),
         ("CorpusError", "holds int under 'n', expected text"),
         ("ModelError", "'us/absent'", "Check the name"),
@@ -192,8 +216,8 @@ def test_an_unreachable_hub_is_a_clear_error(run: Callable[[str], str]) -> None:
     code = f"""
 import os
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
-{SETTINGS}
-error(lambda: Corpus(TextConfig(source="hub:us/texts")))
+{TEXT}{MODEL}
+error(lambda: open_corpus(TextConfig(source="hub:us/texts")))
 error(lambda: identify(ModelConfig(name="us/model")))
 """
     corpus_error, model_error = run(code).splitlines()

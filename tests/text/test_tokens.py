@@ -1,6 +1,7 @@
 """Packing loses and invents nothing, and the mask's counts add up."""
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,5 +78,11 @@ def test_bos_is_prepended_when_the_tokenizer_does_so_itself() -> None:
 def test_prepending_a_bos_that_does_not_exist_is_refused() -> None:
     without = build_tokenizer()
     without.bos_token = None
-    with pytest.raises(ConfigError, match="has no BOS token"):
+    with pytest.raises(ConfigError, match=r"tokens\.prepend_bos = True; it must be off\. .* has no BOS token"):
         Packer(without, TokenConfig(4, prepend_bos=True))
+
+
+@pytest.mark.parametrize("length", [1, 2.5])
+def test_a_context_needs_a_position_that_counts(length: Any) -> None:
+    with pytest.raises(ConfigError, match=f"tokens.context_length = {length}; it must be a whole number of at least 2"):
+        TokenConfig(length)

@@ -1,7 +1,6 @@
 """One SAE in training: thresholds, dead latents, collapse, and the SAE as it is used."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,25 +8,26 @@ import torch
 from torch import Tensor
 
 from dmsae.errors import ConfigError
+from dmsae.sae.config import DenseCore, SparseCore
 from dmsae.sae.objective import BatchResult, Objective, backward_
-from dmsae.sae.sae import SAE, CoreMode
+from dmsae.sae.sae import SAE
 from dmsae.training import learner as learner_module
-from dmsae.training.learner import Learner, Member, State
-from dmsae.training.schedule import TrainConfig
-from zipf import SHORT, Zipf, one_thread, small_sae
+from dmsae.training.config import TrainConfig
+from dmsae.training.learner import Learner, SAESpec
+from dmsae.training.result import TrainState
+from zipf import DENSE, SHORT, SPARSE, Zipf, small_sae
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CORE = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
 
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    with one_thread():
-        yield
+both_cores = pytest.mark.parametrize("core", [DENSE, SPARSE], ids=["dense", "sparse"])
 
 
-def make(sae: dict[str, Any] | None = None, core: Tensor | None = None, **changes: Any) -> Learner:
+def make(sae: dict[str, Any] | None = None, core: DenseCore | SparseCore | None = None, **changes: Any) -> Learner:
     config = TrainConfig(**SHORT | changes)
-    return Learner(Member("a", small_sae(**sae or {}), core), config, config.schedule(), torch.zeros(32))
+    spec = SAESpec("a", small_sae(core, **sae or {}), CORE if core else None)
+    return Learner(spec, config, config.schedule(), torch.zeros(32))
 
 
 def batches(n: int) -> list[Tensor]:
@@ -43,11 +43,24 @@ def train(learner: Learner, n: int) -> list[BatchResult]:
     return [learner.advance(step, x, variance(x)) for step, x in enumerate(batches(n))]
 
 
-def test_threshold_is_an_average_of_the_smallest_kept_noncore_activation() -> None:
-    learner = make({"n_core": 5, "prefixes": (13, 29, 48)}, CORE, threshold_start=4, threshold_beta=0.75)
+@both_cores
+def test_a_restart_keeps_the_encoder_rows_of_the_core_and_nothing_else(core: DenseCore | SparseCore) -> None:
+    """Beside the frozen rows, a new SAE starts as it would without a core: its core decoders are as random as all."""
+    learner, without = make(core=core).sae, make().sae
+    assert torch.equal(learner.W_enc_core, CORE)
+    assert torch.equal(learner.W_dec, without.W_dec)
+    assert torch.equal(learner.W_enc_noncore, without.W_dec[5:])
+    assert not learner.b_enc.any()
+    cosines = torch.nn.functional.cosine_similarity(learner.W_dec[:5, None], CORE[None], dim=2)
+    assert cosines.abs().max() < 0.6  # 0.18 = 1/√32 is typical
+    assert not torch.equal(learner.W_dec, make(core=core, seed=1).sae.W_dec)
+
+
+def test_the_threshold_is_an_average_of_the_smallest_kept_noncore_activation() -> None:
+    learner = make(core=DENSE, threshold_start=4, threshold_beta=0.75)
     expected = None
     for step, x in enumerate(batches(12)):
-        f = learner.sae.pre_activations(x)[:, 5:].detach().relu()  # the core has no say in it
+        f = learner.sae.pre_activations(x)[:, 5:].detach().relu()  # the core does not count
         smallest = f.flatten().topk(4 * 64).values[-1].item()
         result = learner.advance(step, x, variance(x))
         assert result.threshold == pytest.approx(smallest, rel=1e-5)
@@ -56,15 +69,15 @@ def test_threshold_is_an_average_of_the_smallest_kept_noncore_activation() -> No
         assert learner.threshold == expected
 
 
-def test_learning_rate_follows_the_schedule() -> None:
+def test_the_learning_rate_follows_the_schedule() -> None:
     learner = make(warmup_steps=5)
     for step, x in enumerate(batches(8)):
         learner.advance(step, x, variance(x))
         assert learner.optimiser.param_groups[0]["lr"] == 1e-3 * min(1, (step + 1) / 5)
 
 
-def test_latents_are_dead_after_so_many_tokens_without_firing() -> None:
-    learner = make({"n_core": 5, "prefixes": (13, 29, 48)}, CORE, dead_after_tokens=3 * 64)
+def test_latents_are_dead_after_enough_tokens_without_firing() -> None:
+    learner = make(core=DENSE, dead_after_tokens=3 * 64)
     with torch.no_grad():
         learner.sae.b_enc[[2, 20, 40, 47]] = -100.0  # one of the core, one of the second group, two of the last
     n_fired = torch.zeros(48, dtype=torch.int64)
@@ -84,19 +97,19 @@ def test_latents_are_dead_after_so_many_tokens_without_firing() -> None:
     assert sum(learner.dead_groups()) < before
 
 
-@pytest.mark.parametrize("mode", CoreMode)
-def test_folded_sae_gives_the_same_codes_on_raw_activations(mode: CoreMode) -> None:
-    learner = make({"n_core": 5, "prefixes": (13, 29, 48), "core_mode": mode}, CORE)
+@both_cores
+def test_the_folded_sae_gives_the_same_codes_on_raw_activations(core: DenseCore | SparseCore) -> None:
+    learner = make(core=core)
     train(learner, 20)
     assert learner.threshold
     scale, x = 12.0, Zipf().rows(500, seed=9)
     folded = learner.folded(scale)
-    n_unmasked = 5 if mode is CoreMode.DENSE else 0
+    n_dense = 5 if isinstance(core, DenseCore) else 0
     theta = torch.full((48,), learner.threshold)
-    theta[:n_unmasked] = 0
+    theta[:n_dense] = 0
     pre = learner.sae.pre_activations(x / scale).relu()
     expected = pre * (pre > theta)
-    near = ((pre - theta).abs() < 1e-4) & (pre > 0)  # a code so near its threshold may fall on either side by rounding
+    near = ((pre - theta).abs() < 1e-4) & (pre > 0)  # rounding may put these on either side of their threshold
     assert near.float().mean() < 0.01
     torch.testing.assert_close(folded.encode(x)[~near], scale * expected[~near], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(folded.decode(scale * expected), scale * learner.sae.decode(expected))
@@ -104,26 +117,26 @@ def test_folded_sae_gives_the_same_codes_on_raw_activations(mode: CoreMode) -> N
     assert torch.equal(folded.W_dec, learner.sae.W_dec)
 
 
-@pytest.mark.parametrize("mode", CoreMode)
-def test_as_used_is_what_the_folded_sae_does(mode: CoreMode) -> None:
-    learner = make({"n_core": 5, "prefixes": (13, 29, 48), "core_mode": mode}, CORE)
+@both_cores
+def test_inference_metrics_are_those_of_the_folded_sae(core: DenseCore | SparseCore) -> None:
+    learner = make(core=core)
     train(learner, 20)
     x = batches(1)[0]
     folded = learner.folded(1.0)
     f = folded.encode(x)
-    used = learner.as_used(x)
-    assert used["l0_core_inference"] == pytest.approx((f[:, :5] > 0).sum().item() / 64)
-    assert used["l0_noncore_inference"] == pytest.approx((f[:, 5:] > 0).sum().item() / 64)
+    metrics = learner.inference_metrics(x)
+    assert metrics.l0_core == pytest.approx((f[:, :5] > 0).sum().item() / 64)
+    assert metrics.l0_noncore == pytest.approx((f[:, 5:] > 0).sum().item() / 64)
     error = (x - folded(x)).square().sum(1).mean().item()
-    assert used["fve_inference"] == pytest.approx(1 - error / variance(x), rel=1e-4)
+    assert metrics.fve == pytest.approx(1 - error / variance(x), rel=1e-4)
 
 
-def test_looking_changes_nothing() -> None:
+def test_observing_changes_nothing() -> None:
     plain, watched = make(), make()
     train(plain, 10)
     for step, x in enumerate(batches(10)):
         watched.advance(step, x, variance(x))
-        watched.as_used(x)
+        watched.inference_metrics(x)
         watched.dead_groups()
         watched.folded(3.0)
         watched.tensors()
@@ -132,7 +145,7 @@ def test_looking_changes_nothing() -> None:
     assert plain.facts() == watched.facts()
 
 
-def test_restored_learner_goes_on_to_the_bit() -> None:
+def test_a_restored_learner_continues_to_the_bit() -> None:
     whole, half = make(), make()
     train(whole, 20)
     train(half, 10)
@@ -146,7 +159,7 @@ def test_restored_learner_goes_on_to_the_bit() -> None:
     assert whole.facts() == restored.facts()
 
 
-def test_restored_learner_does_not_write_into_what_it_was_restored_from() -> None:
+def test_a_restored_learner_does_not_write_into_what_it_was_restored_from() -> None:
     first, second = make(), make()
     train(first, 3)
     saved = {name: tensor.clone() for name, tensor in first.tensors().items()}
@@ -167,12 +180,12 @@ def test_divergence_leaves_the_weights_as_they_were(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(learner_module, "backward_", bad)
     x = batches(1)[0]
     learner.advance(5, x, variance(x))
-    assert learner.state is State.DIVERGED
+    assert learner.state is TrainState.DIVERGED
     assert learner.ended_at == 5
     assert "gradient norm nan" in learner.cause
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.tensors().items())
     learner.finish()
-    assert learner.state is State.DIVERGED
+    assert learner.state is TrainState.DIVERGED
 
 
 def silence(learner: Learner) -> None:
@@ -190,9 +203,9 @@ def test_collapse_is_noticed_after_the_patience() -> None:
     silence(learner)
     for step in range(20, 40):
         learner.advance(step, data[step], variance(data[step]))
-        assert learner.state is State.TRAINING
+        assert learner.state is TrainState.TRAINING
     learner.advance(40, data[40], variance(data[40]))
-    assert learner.state is State.COLLAPSED
+    assert learner.state is TrainState.COLLAPSED
     assert learner.ended_at == 41
     assert learner.cause == "explained variance below 0.02 for 21 steps"
 
@@ -211,11 +224,11 @@ def test_a_dip_that_recovers_is_no_collapse() -> None:
     for step in range(40, 60):
         learner.advance(step, data[step], variance(data[step]))
     learner.finish()
-    assert (learner.state, learner.ended_at, learner.cause) == (State.FINISHED, 60, "")
+    assert (learner.state, learner.ended_at, learner.cause) == (TrainState.FINISHED, 60, "")
 
 
 def test_an_sae_that_overshoots_at_first_is_given_time() -> None:
-    """With many random latents active the first reconstructions are worse than none; training mends that."""
+    """With many random latents active the first reconstructions are worse than none; training repairs that."""
     learner = make({"width": 512, "k": 128, "prefixes": (512,)}, tokens=200 * 64)
     data = batches(200)
     fve = []
@@ -225,20 +238,23 @@ def test_an_sae_that_overshoots_at_first_is_given_time() -> None:
     assert all(value < 0 for value in fve[:25])
     assert fve[-1] > 0.5
     learner.finish()
-    assert learner.state is State.FINISHED
+    assert learner.state is TrainState.FINISHED
 
 
-def test_an_sae_that_never_learned_anything_is_told_at_the_end() -> None:
+def ending(learner: Learner) -> tuple[TrainState, int]:
+    return learner.state, learner.ended_at
+
+
+def test_an_sae_that_never_learned_anything_is_reported_at_the_end() -> None:
     learner = make({"width": 512, "k": 128, "prefixes": (512,)}, lr=1e-12)
     train(learner, 60)
-    assert learner.state is State.TRAINING
+    assert ending(learner) == (TrainState.TRAINING, 0)
     learner.finish()
-    assert learner.state is State.COLLAPSED
-    assert learner.ended_at == 60
+    assert ending(learner) == (TrainState.COLLAPSED, 60)
     assert "for 60 steps" in learner.cause
 
 
-def test_finishing_lets_go_of_what_only_training_needs() -> None:
+def test_finishing_frees_what_only_training_needs() -> None:
     learner = make()
     train(learner, 3)
     before = {name: tensor.clone() for name, tensor in learner.sae.state_dict().items()}
@@ -248,32 +264,32 @@ def test_finishing_lets_go_of_what_only_training_needs() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.sae.state_dict().items())
 
 
-def test_objective_reaches_the_step() -> None:
+def test_the_objective_reaches_the_step() -> None:
     plain, other = make(), make(objective=Objective(aux_alpha=0.0))
     for learner in (plain, other):
         learner.idle_tokens_K += 10_000
         train(learner, 1)
-    assert not torch.equal(plain.sae.W_enc_free, other.sae.W_enc_free)
+    assert not torch.equal(plain.sae.W_enc_noncore, other.sae.W_enc_noncore)
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (None, r"a: core_rows has shape \(0, 32\); n_core and d_model ask for \(5, 32\)"),
-        (CORE[:3], r"a: core_rows has shape \(3, 32\); n_core and d_model ask for \(5, 32\)"),
+        (None, r"a: core_rows has shape \(0, 32\); it must have shape \(5, 32\)"),
+        (CORE[:3], r"a: core_rows has shape \(3, 32\); it must have shape \(5, 32\)"),
         (CORE[:, :31], r"a: core_rows has shape \(5, 31\)"),
         (CORE.index_fill(0, torch.tensor(2), math.nan), "a: core_rows is not finite in row 2"),
     ],
 )
 def test_a_core_that_does_not_fit_is_named(rows: Tensor | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Member("a", small_sae(n_core=5, prefixes=(13, 29, 48)), rows)
+        SAESpec("a", small_sae(DENSE), rows)
 
 
-def test_a_core_is_known_by_its_rows() -> None:
-    config = small_sae(n_core=5, prefixes=(13, 29, 48))
-    given = Member("a", config, CORE).core_sha256()
-    assert Member("b", config, CORE.double().requires_grad_()).core_sha256() == given
-    assert Member("a", config, CORE.T.contiguous().T).core_sha256() == given
-    assert Member("a", config, CORE.flip(0)).core_sha256() != given
-    assert Member("a", small_sae()).core_sha256() is None
+def test_a_core_is_identified_by_its_rows() -> None:
+    config = small_sae(DENSE)
+    given = SAESpec("a", config, CORE).core_sha256()
+    assert SAESpec("b", config, CORE.double().requires_grad_()).core_sha256() == given
+    assert SAESpec("a", config, CORE.T.contiguous().T).core_sha256() == given
+    assert SAESpec("a", config, CORE.flip(0)).core_sha256() != given
+    assert SAESpec("a", small_sae()).core_sha256() is None

@@ -1,6 +1,6 @@
-"""Runs in processes of their own, killed at random and taken up again: the result is as if nothing had happened.
+"""Runs in separate processes, killed at random and resumed: the result is as if nothing had happened.
 
-The processes are forked from a server that has the package imported already, so that many can live and die.
+The processes are forked from a server that has already imported the package, so that many can be started.
 """
 
 import json
@@ -19,16 +19,13 @@ import pytest
 import torch
 
 from dmsae.disk.checkpoint import read_state
+from dmsae.disk.layout import CHECKPOINT
 from dmsae.errors import BusyError
-from dmsae.sae.sae import CoreMode
-from dmsae.training.learner import Member
-from dmsae.training.trainer import CHECKPOINT
-from zipf import small_sae, trainer
+from dmsae.training.learner import SAESpec
+from zipf import DENSE, small_sae, trainer
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["dmsae.training.trainer", "torch._dynamo", "pytest"]
-)  # the second is what Adam loads when first used
+SERVER.set_forkserver_preload(["dmsae.training.trainer", "torch._dynamo", "pytest"])  # Adam imports the second
 CORE = 0.3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -38,12 +35,9 @@ def work(directory: Path, deaf: bool, changes: dict[str, Any]) -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 (as long as the process)
     if deaf:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    members = [
-        Member("plain", small_sae()),
-        Member("core", small_sae(n_core=5, prefixes=(13, 29, 48), core_mode=CoreMode.DENSE), CORE),
-    ]
+    specs = [SAESpec("plain", small_sae()), SAESpec("core", small_sae(DENSE), CORE)]
     try:
-        trainer(directory, *members, **{"log_every": 1} | changes).run()
+        trainer(directory, *specs, **{"log_every": 1} | changes).run()
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -72,7 +66,7 @@ def wait_for(process: ForkServerProcess, directory: Path, lines: int) -> None:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Return everything in a run directory but the lock and what the clock says."""
+    """Return everything in a run directory except the lock and the timings."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in sorted(directory.rglob("*"))
@@ -82,13 +76,13 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What a run leaves that nobody disturbs."""
+    """What an undisturbed run leaves."""
     directory = tmp_path_factory.mktemp("whole") / "run"
     finish(directory)
-    found = contents(directory)
+    left = contents(directory)
     files = ("metrics.jsonl", "sae.json", "sae.safetensors", "status.json")
-    assert list(found) == ["config.json", *(f"{name}/{file}" for name in ("core", "plain") for file in files)]
-    return found
+    assert list(left) == ["config.json", *(f"{name}/{file}" for name in ("core", "plain") for file in files)]
+    return left
 
 
 @pytest.mark.parametrize("checkpoint_seconds", [0.0, 0.05])
@@ -108,7 +102,7 @@ def test_killed_again_and_again(tmp_path: Path, whole: dict[str, bytes], checkpo
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_told_to_stop_it_saves_first(tmp_path: Path, whole: dict[str, bytes], number: signal.Signals) -> None:
+def test_a_signal_saves_before_it_stops(tmp_path: Path, whole: dict[str, bytes], number: signal.Signals) -> None:
     process = start(tmp_path / "run", checkpoint_seconds=math.inf)
     wait_for(process, tmp_path / "run", 20)
     assert process.pid is not None
@@ -134,7 +128,7 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path, whole: dict[str, bytes]
     assert contents(tmp_path / "run") == whole
 
 
-def test_a_second_process_on_the_same_run_is_kept_out(tmp_path: Path, whole: dict[str, bytes]) -> None:
+def test_a_second_process_cannot_enter_the_same_run(tmp_path: Path, whole: dict[str, bytes]) -> None:
     process = start(tmp_path / "run")
     wait_for(process, tmp_path / "run", 1)
     os.kill(process.pid or 0, signal.SIGSTOP)
@@ -149,8 +143,8 @@ def test_a_second_process_on_the_same_run_is_kept_out(tmp_path: Path, whole: dic
     assert contents(tmp_path / "run") == whole
 
 
-def test_killed_while_it_was_finishing(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    """One SAE is saved and the other not yet: the run goes on from its checkpoint, here from the start."""
+def test_killed_while_finishing(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    """One SAE is saved and the other not yet: the run resumes from its checkpoint, here from the start."""
     finish(tmp_path / "run")
     (tmp_path / "run" / "plain" / "status.json").unlink()
     (tmp_path / "run" / f"{CHECKPOINT}.tmp").write_bytes(b"half")

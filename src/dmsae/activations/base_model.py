@@ -1,8 +1,7 @@
 """Any Hugging Face causal language model, untouched, read at one hook point: activations x and gradients g.
 
-x is what the hooked module puts out (for a layer number: the residual stream after that block); g is the derivative of
+x is the output of the hooked module (for a layer number: the residual stream after that block); g is the derivative of
 the summed next-token cross-entropy with respect to x, on the clean model (the paper's g_u).
-Shapes: N contexts, L positions, D width at the hook.
 """
 
 import os
@@ -10,26 +9,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from dmsae.activations.dtypes import DtypeName, torch_dtype
+from dmsae.activations.identity import ModelIdentity
+from dmsae.devices import model_device
 from dmsae.disk.files import canonical_hash, sha256_of
-from dmsae.errors import GradientError, ModelError, nearest
+from dmsae.errors import GradientError, ModelError, first_line, nearest
+from dmsae.progress import SILENT, Progress
 from dmsae.text import assets
 from dmsae.text.hub import download
 from dmsae.text.tokens import PAD, KeepMask
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DtypeName = Literal["float32", "bfloat16", "float16"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, and where in it."""
+    """Which model, and where in it.
+
+    >>> dmsae.ModelConfig(name="google/gemma-2-2b", hook=12).dtype
+    'float32'
+    """
 
     name: str = "smollm2-135m"
     """A bundled model (see `dmsae assets list`), a local Hugging Face directory, or a Hub id as `owner/name`."""
@@ -38,21 +42,9 @@ class ModelConfig:
     hook: int | str = 8
     """A layer number (the residual stream after that block, counted from 0) or a dotted module path."""
     dtype: DtypeName = "float32"
-    """The model's own arithmetic. On CPUs without bfloat16 units anything but float32 is slower."""
+    """The arithmetic that the model runs in. On CPUs without bfloat16 units, anything but float32 is slower."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, `mps`, or `auto`: the first of cuda, mps, cpu that is there."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelIdentity:
-    """What is recorded in everything made from a model."""
-
-    name: str
-    revision: str
-    weights_sha256: str
-    tokenizer_sha256: str
-    hook: str
-    dtype: str
+    """`cpu`, `cuda`, `cuda:1`, `mps`, or `auto`: the first of cuda, mps and cpu that exists."""
 
 
 class LossGradient(NamedTuple):
@@ -64,39 +56,16 @@ class LossGradient(NamedTuple):
 
 
 class _Reached(Exception):
-    """Thrown by the hook to end a forward pass that has nothing left to compute."""
+    """Raised by the hook to end a forward pass once x is known."""
 
 
-def training_device(device: str) -> torch.device:
-    """Return the torch device for training and scoring SAEs, which need float64 and sparse products."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("mps"):
-        raise ModelError(f"device = {device!r} cannot train SAEs: it lacks float64 and sparse products. Use 'cpu'.")
-    return choose_device(device)
-
-
-def choose_device(device: str) -> torch.device:
-    """Return the torch device for a `device` field, or say why it is not there."""
-    if device == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"model.device = {device!r} cannot be used: {reason} Use 'auto' or 'cpu'.") from error
-    return torch.device(device)
-
-
-def locate(config: ModelConfig) -> tuple[Path, str]:
-    """Return the directory that holds the model, fetched if need be, and its revision ('' when it has none)."""
+def locate(config: ModelConfig, progress: Progress = SILENT) -> tuple[Path, str]:
+    """Return the directory that holds the model, fetched if necessary, and its revision ('' when it has none)."""
     if config.name in assets.ASSETS:
         asset = assets.find(config.name)
         if asset.kind != "model":
-            raise ModelError(f"model.name = {config.name!r} is a {asset.kind}, not a model. Try 'smollm2-135m'.")
-        return assets.fetch(config.name), asset.version
+            raise ModelError(f"model.name = {config.name!r} is a {asset.kind}; it must be a model. Try 'smollm2-135m'.")
+        return assets.fetch(config.name, progress), asset.version
     path = Path(config.name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -105,8 +74,8 @@ def locate(config: ModelConfig) -> tuple[Path, str]:
     bundled = [asset.name for asset in assets.ASSETS.values() if asset.kind == "model"]
     if "/" not in config.name or path.is_absolute() or config.name.startswith("."):
         raise ModelError(
-            f"Unknown model {config.name!r}: no bundled model, no directory of that name, and not a Hub id "
-            f"(owner/name). {nearest(config.name, bundled)}"
+            f"Unknown model {config.name!r}: it must be a bundled model, a directory, or a Hub id (owner/name). "
+            f"{nearest(config.name, bundled)}"
         )
     return _download(config)
 
@@ -117,11 +86,11 @@ def _download(config: ModelConfig) -> tuple[Path, str]:
     return path, path.name
 
 
-def identify(config: ModelConfig) -> ModelIdentity:
+def identify(config: ModelConfig, progress: Progress = SILENT) -> ModelIdentity:
     """Return a model's identity, and check its hook point, without loading its weights."""
-    path, revision = locate(config)
+    path, revision = locate(config, progress)
     if config.name in assets.ASSETS:
-        assets.fetch_whole(config.name)
+        assets.fetch_whole(config.name, progress)
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise ModelError(f"{path} holds no .safetensors weights. Pickled weights are not loaded; convert them first.")
@@ -146,20 +115,20 @@ def resolve_hook(model: nn.Module, hook: int | str) -> str:
     if isinstance(hook, str) and not hook.lstrip("-").isdigit():
         names = [name for name, _ in model.named_modules() if name]
         if hook not in names:
-            raise ModelError(f"model.hook = {hook!r} is no module of this model. {nearest(hook, names)}")
+            raise ModelError(f"model.hook = {hook!r}; it must be a module of this model. {nearest(hook, names)}")
         return hook
     n_layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
     stacks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == n_layers]
     if not stacks:
-        raise ModelError("This model's blocks were not found; give model.hook as a dotted module path instead.")
+        raise ModelError("This model's blocks cannot be located. Give model.hook as a dotted module path instead.")
     if not 0 <= int(hook) < n_layers:
-        raise ModelError(f"model.hook = {hook} is out of range: this model has layers 0 to {n_layers - 1}.")
+        raise ModelError(f"model.hook = {hook}; it must be a layer of this model, from 0 to {n_layers - 1}.")
     return f"{stacks[0]}.{int(hook)}"
 
 
 def _skeleton(path: Path) -> nn.Module:
     """Return the model's modules without weights."""
-    import transformers  # here, as below: it takes a second, and most commands have no use for it
+    import transformers  # here and below: importing it takes a second, and few commands need it
 
     try:
         with torch.device("meta"):
@@ -167,12 +136,22 @@ def _skeleton(path: Path) -> nn.Module:
                 transformers.AutoConfig.from_pretrained(path)
             )
     except (ValueError, KeyError, OSError) as error:
-        raise ModelError(f"{path} is not a causal language model that transformers knows: {error}") from error
+        raise ModelError(
+            f"{path} is not a causal language model that transformers knows: {first_line(error)}."
+        ) from error
     return model
 
 
 class BaseModel:
-    """A frozen causal language model with one hook point."""
+    """A frozen causal language model with one hook point.
+
+    >>> model = dmsae.BaseModel.load(dmsae.ModelConfig(name=str(tiny_model), hook=0))
+    >>> tokens = torch.tensor([[5, 6, 7, 8]])
+    >>> model.activations(tokens).shape  # x [N, L, D]
+    torch.Size([1, 4, 16])
+    >>> model.gradients(tokens).g_NLD.shape  # g = ∂ loss / ∂ x
+    torch.Size([1, 4, 16])
+    """
 
     def __init__(self, model: nn.Module, tokenizer: Any, identity: ModelIdentity) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -183,27 +162,30 @@ class BaseModel:
         self._hooked = model.get_submodule(identity.hook)
 
     @classmethod
-    def load(cls, config: ModelConfig, identity: ModelIdentity | None = None) -> "BaseModel":
+    def load(
+        cls, config: ModelConfig, identity: ModelIdentity | None = None, progress: Progress = SILENT
+    ) -> "BaseModel":
         """Load the model that `config` names onto its device."""
         import transformers
 
-        path, _ = locate(config)
-        identity = identity or identify(config)
-        device = choose_device(config.device)
+        path, _ = locate(config, progress)
+        identity = identity or identify(config, progress)
+        device = model_device(config.device)
         transformers.utils.logging.disable_progress_bar()
         try:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=DTYPES[config.dtype], use_safetensors=True, output_loading_info=True
+                path, dtype=torch_dtype(config.dtype), use_safetensors=True, output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ModelError(f"The model in {path} cannot be loaded: {error}") from error
-        model, found = loaded
-        if missing := sorted(found["missing_keys"]):
+            raise ModelError(f"The model in {path} cannot be loaded: {first_line(error)}.") from error
+        model, loading = loaded
+        if missing := sorted(loading["missing_keys"]):
             raise ModelError(
-                f"The weights in {path} are not all there: {', '.join(missing[:3])} and {len(missing)} in all are "
-                "missing, and transformers would have made them up."
+                f"The weights in {path} are incomplete: {len(missing)} are missing, among them "
+                f"{', '.join(missing[:3])}; transformers would have filled them with random numbers. Download the "
+                "model again."
             )
-        return cls(model.to(device), load_tokenizer(config), identity)
+        return cls(model.to(device), load_tokenizer(config, progress), identity)
 
     @torch.no_grad()
     def activations(self, tokens_NL: Tensor) -> Tensor:
@@ -276,7 +258,7 @@ class BaseModel:
         return losses.view(targets_NL.shape)
 
     def _forward(self, tokens_NL: Tensor) -> Any:
-        # Padding stands only at the end of a context: a causal model's earlier positions never see it.
+        # Padding is only at the end of a context: a causal model's earlier positions never see it.
         return self.model(input_ids=tokens_NL.to(self.device, torch.int64).clamp(min=0), use_cache=False)
 
     @contextmanager
@@ -288,16 +270,16 @@ class BaseModel:
             handle.remove()
 
 
-def load_tokenizer(config: ModelConfig) -> Any:
+def load_tokenizer(config: ModelConfig, progress: Progress = SILENT) -> Any:
     """Return the model's own tokenizer."""
     import transformers
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    path, _ = locate(config)
+    path, _ = locate(config, progress)
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} holds no tokenizer that can be loaded: {error}") from error
+        raise ModelError(f"{path} holds no tokenizer that can be loaded: {first_line(error)}.") from error
 
 
 def _main(output: Any, tokens_NL: Tensor) -> Tensor:
@@ -305,7 +287,7 @@ def _main(output: Any, tokens_NL: Tensor) -> Tensor:
     main = output[0] if isinstance(output, tuple) else output
     if not isinstance(main, Tensor) or main.ndim != 3 or main.shape[:2] != tokens_NL.shape:
         raise ModelError(
-            "The module at model.hook does not put out hidden states [contexts, positions, width]. Give a layer "
+            "The module at model.hook does not return hidden states [contexts, positions, width]. Give a layer "
             "number, or a module inside a block."
         )
     return main

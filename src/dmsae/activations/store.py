@@ -9,137 +9,99 @@ Layout of `<root>/<key>/`, where the key is a hash of all that the content depen
     shards.jsonl                one line per finished file: rows, checksum, what was dropped
     store.json                  written last: the store is complete; checksums of the two above and of itself
 
-Every file is verified against its checksum each time it is read.
+Every file is verified against its checksum each time it is read. A store of imported activations holds no contexts,
+and does not say where a row came from.
 """
 
 import hashlib
-import json
 import os
-import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from dmsae.activations.catalog import find_store, store_bytes
+from dmsae.activations.identity import ModelIdentity
+from dmsae.activations.journal import (
+    FileRecord,
+    in_order,
+    journal_bytes,
+    journal_line,
+    read_journal,
+    read_seal,
+    remedy,
+    unchanged,
+    write_seal,
+)
+from dmsae.activations.request import StoreRequest, read_request
+from dmsae.activations.splits import Split
 from dmsae.config import to_dict
-from dmsae.disk.files import canonical_hash, exclusive_lock, sha256_of, write_bytes, write_json
-from dmsae.errors import StoreCorruptError, StoreError, nearest
-from dmsae.progress import progress
-from dmsae.text import assets
+from dmsae.disk import layout
+from dmsae.disk.files import write_bytes, write_json, write_tensors
+from dmsae.errors import StoreCorruptError, StoreError
+from dmsae.progress import SILENT, Progress
 
-FORMAT = 2
-_REQUEST, _JOURNAL, _COMPLETE, _LOCK = "request.json", "shards.jsonl", "store.json", ".lock"
-
-
-class Split(StrEnum):
-    """The parts of a store, in the order in which they are harvested."""
-
-    PAIRS = "pairs"
-    """(x, g) at positions that have a next token: for attribution."""
-    HELDOUT = "heldout"
-    """x of documents that training never sees, in reading order: for evaluation."""
-    TRAIN = "train"
-    """x in random order: for training."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """One finished file of a store."""
-
-    file: str
-    rows: int
-    sha256: str
-    dropped: dict[str, int]
-
-
-class Summary(NamedTuple):
-    """One store as a line in a list."""
-
-    key: str
-    state: Literal["complete", "unfinished", "damaged"]
-    model: str
-    hook: str
-    source: str
-    rows: dict[Split, int]
-    size_bytes: int
-
-
-def default_root() -> Path:
-    """Return where stores live unless told otherwise."""
-    return assets.cache_directory() / "stores"
+Shard = dict[str, Tensor]
+"""Tensors with one row per activation: `x`, and for some splits `g`, `context` and `position`."""
 
 
 class StoreWriter:
-    """A store in the making: remembers what is finished, and finishes the rest in order."""
+    """A store in the making: remembers which files are finished, and adds the others."""
 
-    def __init__(self, path: Path, request: dict[str, Any]) -> None:
+    def __init__(self, path: Path, request: StoreRequest, progress: Progress = SILENT) -> None:
         self.path = path
-        self.request = request
-        self.records = {record.file: record for record in _whole(path, _read_journal(path))}
-        write_json(path / _REQUEST, request)
-        write_bytes(path / _JOURNAL, self._journal())
+        self.records = {record.file: record for record in unchanged(path, read_journal(path), progress)}
+        write_json(path / layout.STORE_REQUEST, to_dict(request))
+        write_bytes(path / layout.STORE_JOURNAL, journal_bytes(self.records.values()))
 
-    def add(self, file: str, tensors: dict[str, Tensor], dropped: dict[str, int]) -> FileRecord:
-        """Write one file, then note it in the journal; a crash in between only costs the file."""
-        assert file not in self.records, f"{file} is already there"
+    def add(self, file: str, tensors: Shard, dropped: dict[str, int]) -> FileRecord:
+        """Write one file, then note it in the journal; a crash in between loses only this file."""
+        assert file not in self.records, f"{file} exists already"
         rows = next(iter(tensors.values())).shape[0]
-        data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
-        write_bytes(self.path / file, data)
-        record = FileRecord(file, rows, hashlib.sha256(data).hexdigest(), dropped)
-        with (self.path / _JOURNAL).open("a", encoding="utf8") as journal:
-            journal.write(_line(record))
+        record = FileRecord(file, rows, write_tensors(self.path / file, tensors), dropped)
+        with (self.path / layout.STORE_JOURNAL).open("a", encoding="utf8") as journal:
+            journal.write(journal_line(record))
             journal.flush()
             os.fsync(journal.fileno())
         self.records[file] = record
         return record
 
-    def finish(self, d_model: int) -> "Store":
-        """Declare the store complete, its files noted in the order of the splits whatever the order of making."""
-        self.records = dict(sorted(self.records.items(), key=lambda item: _place(item[0])))
-        write_bytes(self.path / _JOURNAL, self._journal())
-        facts = {
-            "format": FORMAT,
-            "d_model": d_model,
-            "journal_sha256": hashlib.sha256(self._journal()).hexdigest(),
-            "request_sha256": sha256_of(self.path / _REQUEST),
-        }
-        write_json(self.path / _COMPLETE, facts | {"facts_sha256": canonical_hash(facts)})
-        return Store.open(self.path)
+    def move(self, path: Path, request: StoreRequest) -> None:
+        """Move the store to another place, as made from another request."""
+        write_json(self.path / layout.STORE_REQUEST, to_dict(request))
+        self.path.rename(path)
+        self.path = path
 
-    def _journal(self) -> bytes:
-        return "".join(_line(record) for record in self.records.values()).encode()
+    def finish(self, d_model: int) -> "Store":
+        """Declare the store complete; its journal lists files in the same order, whatever the order of making."""
+        write_bytes(self.path / layout.STORE_JOURNAL, journal_bytes(in_order(self.records.values())))
+        write_seal(self.path, d_model)
+        return Store.open(self.path)
 
 
 class Store:
-    """A complete store, opened for reading."""
+    """A complete store, opened for reading.
 
-    def __init__(self, path: Path, request: dict[str, Any], facts: dict[str, Any], records: list[FileRecord]) -> None:
+    >>> from dmsae.activations.splits import Split
+    >>> store.n_rows(Split.TRAIN)
+    4096
+    >>> next(store.batches(Split.HELDOUT, 64))["x"].shape
+    torch.Size([64, 16])
+    """
+
+    def __init__(self, path: Path, request: StoreRequest, d_model: int, records: list[FileRecord]) -> None:
         self.path = path
         self.request = request
-        self.d_model: int = facts["d_model"]
+        self.d_model = d_model
         self.records = records
 
     @classmethod
     def open(cls, path: Path) -> "Store":
         """Open a store; one that is missing, incomplete or of another format is an error that says what to do."""
-        if not (path / _REQUEST).is_file():
-            raise StoreError(f"There is no store at {path}. 'dmsae store list' shows those that exist.")
-        if not (path / _COMPLETE).is_file():
-            raise StoreError(f"The store {path} is not complete. Run the same 'dmsae harvest' again to finish it.")
-        facts = _read_json(path / _COMPLETE)
-        if facts.pop("facts_sha256", None) != canonical_hash(facts):
-            raise StoreCorruptError(f"{path / _COMPLETE} has changed since it was written. {_remedy(path)}")
-        if facts["format"] != FORMAT:
-            raise StoreError(f"The store {path} has format {facts['format']}; this version reads {FORMAT}.")
-        for name, expected in ((_JOURNAL, facts["journal_sha256"]), (_REQUEST, facts["request_sha256"])):
-            if not (path / name).is_file() or sha256_of(path / name) != expected:
-                raise StoreCorruptError(f"{path / name} has changed since it was written. {_remedy(path)}")
-        return cls(path, _read_json(path / _REQUEST), facts, _read_journal(path))
+        seal = read_seal(path)
+        return cls(path, read_request(path), seal.d_model, read_journal(path))
 
     @property
     def key(self) -> str:
@@ -147,10 +109,22 @@ class Store:
         return self.path.name
 
     @property
-    def model(self) -> dict[str, Any]:
-        """The identity of the model whose activations these are."""
-        identity: dict[str, Any] = self.request["model"]
-        return identity
+    def model(self) -> ModelIdentity:
+        """The model and hook that the activations come from."""
+        return self.request.model
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the store holds the text of its activations. Imported activations come without."""
+        return any(record.rows for record in self.records if record.file.startswith(f"{layout.TOKENS}/"))
+
+    def require_text(self) -> None:
+        """Raise unless the store holds the text of its activations."""
+        if not self.has_text:
+            raise StoreError(
+                f"The store {self.key} holds activations without their text, because they were imported. Examples and "
+                "ablation need a store made by 'dmsae harvest'."
+            )
 
     def shards(self, split: Split) -> list[FileRecord]:
         """Return the records of a split's shards, in order."""
@@ -170,19 +144,25 @@ class Store:
 
     def size_bytes(self) -> int:
         """Return the size of all files on disk."""
-        return _directory_bytes(self.path)
+        return store_bytes(self.path)
 
-    def read(self, record: FileRecord) -> dict[str, Tensor]:
+    def read(self, record: FileRecord) -> Shard:
         """Return the tensors of one file, having checked every byte."""
         return read_verified(self.path, record)
 
     def tokens(self, split: Split) -> dict[str, Tensor]:
         """Return `tokens` [N, L] and document `starts` [N, L] of a split's contexts."""
-        return self.read(next(record for record in self.records if record.file == token_file(split)))
+        self.require_text()
+        return self.read(next(record for record in self.records if record.file == layout.token_file(split)))
 
-    def batches(self, split: Split, batch_size: int) -> Iterator[dict[str, Tensor]]:
+    def heldout(self) -> Tensor:
+        """Return all held-out activations [n, D] at once, in float32."""
+        parts = [batch["x"] for batch in self.batches(Split.HELDOUT, 65_536)]
+        return torch.cat(parts) if parts else torch.zeros(0, self.d_model)
+
+    def batches(self, split: Split, batch_size: int) -> Iterator[Shard]:
         """Yield a split's rows once, in stored order, floats as float32; only the last batch may be smaller."""
-        held: dict[str, Tensor] = {}
+        held: Shard = {}
         n_held = 0
         shards = self.shards(split)
         for record in shards:
@@ -200,135 +180,29 @@ class Store:
         """Check every file; yield each with what is wrong with it, or None."""
         for record in self.records:
             try:
-                read_verified(self.path, record)
+                self.read(record)
                 yield record, None
             except StoreCorruptError as error:
                 yield record, str(error)
 
 
-def token_file(split: Split) -> str:
-    """Return the name of the file that holds a split's tokens."""
-    return f"tokens/{split}.safetensors"
+def open_store(key: str | Path, root: Path | None = None) -> Store:
+    """Open a store by its path, or by its key or the first letters of it under a root.
+
+    >>> dmsae.open_store(store.path).key == store.key
+    True
+    """
+    path = Path(key)
+    return Store.open(path if path.is_dir() else find_store(str(key), root))
 
 
-def shard_file(split: Split, index: int) -> str:
-    """Return the name of a shard."""
-    return f"{split}/{index:05d}.safetensors"
-
-
-def read_verified(store: Path, record: FileRecord) -> dict[str, Tensor]:
+def read_verified(store: Path, record: FileRecord) -> Shard:
     """Return the tensors of a store's file, or raise an error that names it when any byte has changed."""
     path = store / record.file
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise StoreCorruptError(f"{path} cannot be read: {error.strerror}. {_remedy(store)}") from error
+        raise StoreCorruptError(f"{path} cannot be read: {error.strerror}. {remedy(store)}") from error
     if hashlib.sha256(data).hexdigest() != record.sha256:
-        raise StoreCorruptError(f"{path} is damaged: its checksum is not the one written. {_remedy(store)}")
+        raise StoreCorruptError(f"{path} is damaged: its checksum is not the one written. {remedy(store)}")
     return safetensors.torch.load(data)
-
-
-def is_complete(path: Path) -> bool:
-    """Return whether a store has been finished."""
-    return (path / _COMPLETE).is_file()
-
-
-def lock(path: Path) -> Any:
-    """Return a context that keeps other processes from writing the store."""
-    return exclusive_lock(path / _LOCK, f"The store {path.name}")
-
-
-def list_stores(root: Path) -> list[Summary]:
-    """Return the stores under a root, finished or not; a damaged one is listed as such."""
-    return [_summary(path) for path in _paths(root)]
-
-
-def _summary(path: Path) -> Summary:
-    rows = dict.fromkeys(Split, 0)
-    size = _directory_bytes(path)
-    try:
-        complete = is_complete(path)
-        store = Store.open(path) if complete else None
-        request = store.request if store else _read_json(path / _REQUEST)
-        for record in store.records if store else _read_journal(path):
-            head = record.file.split("/")[0]
-            if head != "tokens":
-                rows[Split(head)] += record.rows
-        names = (request["model"]["name"], request["model"]["hook"], request["source"])
-    except (StoreError, KeyError, ValueError):
-        return Summary(path.name, "damaged", "", "", "", dict.fromkeys(Split, 0), size)
-    return Summary(path.name, "complete" if complete else "unfinished", *names, rows, size)
-
-
-def _paths(root: Path) -> list[Path]:
-    return sorted(request.parent for request in root.glob(f"*/{_REQUEST}"))
-
-
-def find_store(root: Path, key: str) -> Path:
-    """Return the path of the one store whose key begins with `key`."""
-    known = [path.name for path in _paths(root)]
-    matches = [name for name in known if name.startswith(key)]
-    if len(matches) == 1:
-        return root / matches[0]
-    if matches:
-        raise StoreError(f"{key!r} could be {' or '.join(matches)}: give more letters.")
-    raise StoreError(f"No store under {root} has a key that begins with {key!r}. {nearest(key, known)}")
-
-
-def remove_store(path: Path) -> None:
-    """Remove a store that nobody is writing; a half-removed one never looks complete, nor its shards finished."""
-    with lock(path):
-        for name in (_COMPLETE, _JOURNAL):
-            (path / name).unlink(missing_ok=True)
-        shutil.rmtree(path)
-
-
-def _line(record: FileRecord) -> str:
-    return json.dumps(to_dict(record)) + "\n"
-
-
-def _read_journal(path: Path) -> list[FileRecord]:
-    """Return the finished files; a last line that a crash cut short counts for nothing."""
-    if not (path / _JOURNAL).is_file():
-        return []
-    try:
-        lines = (path / _JOURNAL).read_text(encoding="utf8").split("\n")[:-1]
-        return [FileRecord(**json.loads(line)) for line in lines]
-    except (ValueError, TypeError) as error:
-        raise StoreCorruptError(f"{path / _JOURNAL} is damaged: {error}. {_remedy(path)}") from error
-
-
-def _whole(path: Path, records: list[FileRecord]) -> list[FileRecord]:
-    """Return the finished files that are still as they were written: the others are to be made again."""
-    found = []
-    with progress("check what is there", len(records), "files") as bar:
-        for record in records:
-            file = path / record.file
-            if file.is_file() and sha256_of(file) == record.sha256:
-                found.append(record)
-            bar.advance(1)
-    return found
-
-
-def _place(file: str) -> tuple[bool, int, str]:
-    """Return what files are sorted by: tokens first, then the splits in their order, shard by shard."""
-    head, name = file.split("/")
-    is_shard = head != "tokens"
-    split = Split(head if is_shard else name.removesuffix(".safetensors"))
-    return is_shard, list(Split).index(split), name
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf8"))
-    except ValueError as error:
-        raise StoreCorruptError(f"{path} is not readable JSON: {error}. {_remedy(path.parent)}") from error
-    return value
-
-
-def _remedy(store: Path) -> str:
-    return f"Run 'dmsae store remove {store.name} --root {store.parent}' and harvest again."
-
-
-def _directory_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

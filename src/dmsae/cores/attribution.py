@@ -3,27 +3,26 @@
 From stored pairs (x_u, g_u), with f̃ under the training-time mask (a dense core fires freely, BatchTopK keeps the k·B
 largest of all others) and w̄_j the unit decoder row, `GxA_{u,j} = |f̃_{u,j} · g_uᵀ w̄_j|` and `A_j = quantile_q over u`.
 Candidates are the latents of the smallest reconstruction: the core and prefix-0.
-
-Shapes: B positions in a batch, D model width, K dictionary width, P candidate latents.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from dmsae.activations.store import Split, Store
-from dmsae.config import to_dict
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store
+from dmsae.config import Json, require_choice, require_whole, to_dict
 from dmsae.cores.quantile import LargestValues, require_quantile
+from dmsae.disk import layout
 from dmsae.disk.artifact import read_artifact, write_artifact
 from dmsae.errors import AttributionError, CheckpointError, ConfigError, StoreError
 from dmsae.sae.sae import SAE
 from dmsae.sae.sparse import latent_offsets
 
-_NAME = "attribution"
 _TENSORS = ("latents_P", "scores_P", "firing_rates_P")
 _FACTS = ("n_positions", "facts")
 
@@ -39,7 +38,11 @@ class QuantileOver(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttributionConfig:
-    """How latents are scored."""
+    """How latents are scored.
+
+    >>> dmsae.AttributionConfig(quantile=0.95).quantile_over.value
+    'all'
+    """
 
     quantile: float = 0.99
     """The quantile q over positions that becomes a latent's score."""
@@ -50,16 +53,18 @@ class AttributionConfig:
 
     def __post_init__(self) -> None:
         require_quantile(self.quantile)
-        if not isinstance(self.quantile_over, QuantileOver):
-            allowed = ", ".join(map(repr, map(str, QuantileOver)))
-            raise ConfigError(f"quantile_over is {self.quantile_over!r}; allowed: {allowed}.")
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1.")
+        require_choice("quantile_over", self.quantile_over, QuantileOver)
+        require_whole("batch_size", self.batch_size, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attribution:
-    """Scores of candidate latents, and what they were measured on."""
+    """Scores of candidate latents, and what they were measured on.
+
+    >>> scores = dmsae.Attribution.load(run / "cycle-0")
+    >>> float(scores.coverage_curve()[-1])
+    1.0
+    """
 
     latents_P: Tensor
     """The latents that were scored, as indices into the SAE, rising."""
@@ -69,7 +74,7 @@ class Attribution:
     """Share of positions at which each latent fired, float64."""
     n_positions: int
     """Positions looked at."""
-    facts: dict[str, Any]
+    facts: Json
     """Method, config and store, as JSON values."""
 
     def __post_init__(self) -> None:
@@ -94,22 +99,30 @@ class Attribution:
     def save(self, directory: Path) -> None:
         """Write `attribution.safetensors`, with the coverage curve, and `attribution.json`."""
         tensors = {name: getattr(self, name) for name in _TENSORS} | {"coverage_curve": self.coverage_curve()}
-        write_artifact(directory, _NAME, tensors, {name: getattr(self, name) for name in _FACTS})
+        write_artifact(directory, layout.ATTRIBUTION, tensors, {name: getattr(self, name) for name in _FACTS})
 
     @classmethod
     def load(cls, directory: Path) -> Self:
         """Return saved scores, or raise `CheckpointError` when anything about them is not as it was written."""
-        tensors, facts = read_artifact(directory, _NAME)
+        tensors, facts = read_artifact(directory, layout.ATTRIBUTION)
         try:
-            fields: dict[str, Any] = {name: tensors[name] for name in _TENSORS}
+            fields: Json = {name: tensors[name] for name in _TENSORS}
             return cls(**fields, **{name: facts[name] for name in _FACTS})
         except KeyError as error:
-            raise CheckpointError(f"{directory / _NAME}.json does not describe attribution: no {error}.") from error
+            raise CheckpointError(
+                f"{directory / layout.ATTRIBUTION}.json does not describe attribution: no {error}."
+            ) from error
 
 
 @torch.no_grad()
 def attribute(sae: SAE, store: Store, config: AttributionConfig | None = None) -> Attribution:
-    """Return the gradient × activation scores of an SAE's candidate pool; the SAE takes activations as stored."""
+    """Return the gradient × activation scores of an SAE's candidate pool; the SAE takes activations as stored.
+
+    >>> sae = dmsae.SAE.load(run / "cycle-0" / "sae")
+    >>> scores = dmsae.attribute(sae, store)
+    >>> len(scores.scores_P) == sae.config.prefixes[0]
+    True
+    """
     config = config or AttributionConfig()
     require_match(sae, store)
     n_positions, n_pool = store.n_rows(Split.PAIRS), sae.config.prefixes[0]
@@ -140,7 +153,7 @@ class CandidateCodes:
     def __init__(self, sae: SAE) -> None:
         self._sae = sae
         # A trained SAE's inference threshold is what its last batches kept at least: a good start for the first one.
-        self._warm_start: float | None = float(sae.threshold[sae.config.n_unmasked :].median())
+        self._warm_start: float | None = float(sae.threshold[sae.config.n_dense :].median())
 
     @torch.no_grad()
     def __call__(self, x_BD: Tensor) -> Tensor:

@@ -4,29 +4,23 @@
 encoder rows are latents 0 … C−1 and frozen. A latent's identity is (birth cycle, birth index), given when it is first
 selected: indices mean nothing across cycles, and a feature that is dropped and learned again is a new latent.
 `C* = C(T) ∩ C(T−1)`.
-
-Shapes: D model width, C core latents, P candidate latents.
 """
 
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from dmsae.activations.identity import ModelIdentity
 from dmsae.activations.store import Store
-from dmsae.config import from_dict, to_dict
-from dmsae.cores.attribution import Attribution
+from dmsae.config import Json, from_dict, to_dict
+from dmsae.disk import layout
 from dmsae.disk.artifact import read_artifact, write_artifact
-from dmsae.errors import AttributionError, CheckpointError, ConfigError
-from dmsae.sae.sae import SAE
-from dmsae.seeds import generator
-
-_NAME = "core"
+from dmsae.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +44,29 @@ class Lineage:
 class Provenance:
     """What a core was distilled from."""
 
-    model: dict[str, Any]
-    """Identity of the base model, its hook included."""
+    model: ModelIdentity
+    """The base model, its hook included."""
     store: str
     """Key of the activation store."""
-    config: dict[str, Any]
+    config: Json
     """The settings of the run, as JSON values."""
 
     @classmethod
-    def of(cls, store: Store, config: dict[str, Any]) -> Self:
+    def of(cls, store: Store, config: Json) -> Self:
         """Return the provenance of what is made from a store."""
         return cls(store.model, store.key, config)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Core:
-    """Selected latents in descending order of attribution."""
+    """Selected latents, in descending order of attribution.
+
+    >>> core = dmsae.Core.load(run)  # the distilled core of a run; a cycle's directory works too
+    >>> core.encoder_CD.shape == (len(core), 16)
+    True
+    >>> core.lineage[0].birth_cycle < core.cycle
+    True
+    """
 
     encoder_CD: Tensor
     """Their encoder rows, float32, in the space of raw activations."""
@@ -126,12 +127,16 @@ class Core:
             "provenance": to_dict(self.provenance),
             "lineage": to_dict(self.lineage),
         }
-        write_artifact(directory, _NAME, tensors, facts)
+        write_artifact(directory, layout.CORE, tensors, facts)
 
     @classmethod
-    def load(cls, directory: Path) -> Self:
-        """Return a saved core, or raise `CheckpointError` when anything about it is not as it was written."""
-        tensors, facts = read_artifact(directory, _NAME)
+    def load(cls, place: Path | str) -> Self:
+        """Return the core in a directory, or the distilled core of a distillation run.
+
+        Anything that is not as it was written is a `CheckpointError`.
+        """
+        directory = _with_core(Path(place))
+        tensors, facts = read_artifact(directory, layout.CORE)
         try:
             return cls(
                 encoder_CD=tensors["encoder"],
@@ -139,151 +144,15 @@ class Core:
                 slots_C=tensors["slots"],
                 lineage=tuple(from_dict(Lineage, latent) for latent in facts["lineage"]),
                 cycle=facts["cycle"],
-                provenance=Provenance(**facts["provenance"]),
+                provenance=from_dict(Provenance, facts["provenance"]),
             )
         except (KeyError, TypeError, ConfigError) as error:
-            raise CheckpointError(f"{directory / _NAME}.json does not describe a core: {error}") from error
+            raise CheckpointError(f"{directory / layout.CORE}.json does not describe a core: {error}") from error
 
 
-def select_core(scores_P: Tensor, coverage: float) -> Tensor:
-    """Return the fewest candidates that hold `coverage` of all attribution, highest first, as indices into the scores.
-
-    Of equal scores the lower index goes first. A coverage of 1 takes every candidate with a positive score.
-    """
-    if not 0 < coverage <= 1:
-        raise ConfigError(f"coverage is {coverage!r}; it must lie in (0, 1].")
-    if not torch.isfinite(scores_P).all() or not (scores_P >= 0).all() or not scores_P.any():
-        raise AttributionError(
-            "The attribution scores are all zero, or some are negative or not finite: no core can be selected."
-        )
-    ordered, order = scores_P.double().sort(descending=True, stable=True)
-    # At 1 a sum would stop early: the smallest scores vanish in the rounding of the largest.
-    if coverage == 1:
-        return order[: int((ordered > 0).sum())]
-    cumulative = ordered.cumsum(0)
-    return order[: int((cumulative < coverage * cumulative[-1]).sum()) + 1]
-
-
-def next_core(
-    previous: Core | None,
-    sae: SAE,
-    attribution: Attribution,
-    cycle: int,
-    coverage: float,
-    provenance: Provenance,
-) -> Core:
-    """Return the core selected after a cycle.
-
-    `previous` is the core that the cycle's SAE was trained with: its latents keep their lineage and rows. The others,
-    and all of them when there is none, are born now.
-    """
-    if previous is not None:
-        _require_trained_with(previous, sae, cycle)
-    if int(attribution.latents_P.max()) >= sae.config.prefixes[0]:
-        raise AttributionError(
-            f"Latent {int(attribution.latents_P.max())} was scored, but the SAE's candidates are the first "
-            f"{sae.config.prefixes[0]}: the scores belong to another SAE."
-        )
-    chosen = select_core(attribution.scores_P, coverage)
-    slots = attribution.latents_P[chosen]
-    n_core, n_pool = sae.config.n_core, sae.config.prefixes[0]
-    pool_PD = torch.cat([sae.W_enc_core, sae.W_enc_free[: n_pool - n_core]]).detach().cpu().float()
-    return Core(
-        encoder_CD=pool_PD[slots],
-        scores_C=attribution.scores_P[chosen].double(),
-        slots_C=slots,
-        lineage=tuple(_lineage(previous, slot, cycle) for slot in slots.tolist()),
-        cycle=cycle,
-        provenance=provenance,
-    )
-
-
-def _require_trained_with(core: Core, sae: SAE, cycle: int) -> None:
-    if cycle != core.cycle + 1:
-        raise ConfigError(f"cycle is {cycle}; the core selected after cycle {core.cycle} is that of {core.cycle + 1}.")
-    if not torch.equal(sae.W_enc_core.cpu().float(), core.encoder_CD):
-        raise CheckpointError(
-            f"The SAE of cycle {cycle} was not trained with the core selected after cycle {core.cycle}: it holds "
-            f"{sae.config.n_core} core rows, the core {len(core)}, and they are not the same. Give the SAE's own core."
-        )
-
-
-def _lineage(previous: Core | None, slot: int, cycle: int) -> Lineage:
-    if previous is None or slot >= len(previous):
-        return Lineage(cycle, slot, (cycle,))
-    known = previous.lineage[slot]
-    return replace(known, selected_in=(*known.selected_in, cycle))
-
-
-def distilled_core(last: Core, previous: Core) -> Core:
-    """Return `C* = C(T) ∩ C(T−1)`: the latents of the last core that were already in the one before, in its order."""
-    if last.cycle != previous.cycle + 1:
-        raise ConfigError(
-            f"The distilled core needs two successive cores; these were selected after cycles {previous.cycle} and "
-            f"{last.cycle}."
-        )
-    before = set(previous.identities)
-    return last.take([i for i, identity in enumerate(last.identities) if identity in before])
-
-
-class CarryOver(NamedTuple):
-    """How a core differs from the one before it."""
-
-    size: int
-    """Latents in the core."""
-    kept: int
-    """Those that were in the one before."""
-    new: int
-    """Those that were not."""
-    dropped: int
-    """Latents of the one before that are gone."""
-
-
-def carry_over(current: Core, previous: Core | None) -> CarryOver:
-    """Return how many latents a core kept, gained and lost."""
-    before = set() if previous is None else set(previous.identities)
-    kept = len(before & set(current.identities))
-    return CarryOver(len(current), kept, len(current) - kept, len(before) - kept)
-
-
-class Nearest(NamedTuple):
-    """For each latent of one core, the one of another whose encoder row points most nearly the same way."""
-
-    cosine_C: Tensor
-    index_C: Tensor
-
-
-def nearest_in(core: Core, other: Core) -> Nearest:
-    """Return the nearest latent of `other` for each of `core`; both must be of one width and not empty."""
-    if core.encoder_CD.shape[1] != other.encoder_CD.shape[1]:
-        widths = f"{core.encoder_CD.shape[1]} and {other.encoder_CD.shape[1]}"
-        raise ConfigError(f"The cores are of activations of other widths ({widths}) and cannot be compared.")
-    ours, theirs = (torch.nn.functional.normalize(one.encoder_CD, dim=1) for one in (core, other))
-    return Nearest(*(ours @ theirs.T).max(dim=1))
-
-
-class RandomKind(StrEnum):
-    """How long the rows of a random core are."""
-
-    UNIT = "unit"
-    """Unit norm."""
-    NORM_MATCHED = "norm_matched"
-    """Each as long as the row that it stands for."""
-
-
-def random_core(like: Core, kind: RandomKind, seed: int) -> Core:
-    """Return a control: rows in random directions, as many as in `like`, selected by nothing."""
-    rows = torch.randn(like.encoder_CD.shape, generator=generator(seed, "random core"), dtype=torch.float64)
-    rows /= rows.norm(dim=1, keepdim=True)
-    if kind is RandomKind.NORM_MATCHED:
-        rows *= like.encoder_CD.double().norm(dim=1, keepdim=True)
-    return replace(
-        like,
-        encoder_CD=rows.float(),
-        scores_C=torch.zeros(len(like), dtype=torch.float64),
-        slots_C=torch.arange(len(like)),
-        lineage=tuple(Lineage(like.cycle, i, ()) for i in range(len(like))),
-        provenance=replace(
-            like.provenance, config={"random_core": {"kind": str(kind), "seed": seed, "like": like.digest()}}
-        ),
-    )
+def _with_core(place: Path) -> Path:
+    """Return the directory that holds the core: the one given, or that of a run's distilled core."""
+    for directory in (place, place / layout.DISTILLED):
+        if layout.has_artifact(directory, layout.CORE):
+            return directory
+    raise CheckpointError(f"{place} holds no core, and is not the directory of a finished distillation.")

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from dmsae.errors import ConfigError
+from dmsae.config import require
 
 
 def n_above(quantile: float, n_samples: int) -> int:
@@ -19,8 +19,7 @@ def n_above(quantile: float, n_samples: int) -> int:
 
 def require_quantile(quantile: float) -> None:
     """Raise `ConfigError` unless `quantile` lies in [0, 1]."""
-    if not 0 <= quantile <= 1:
-        raise ConfigError(f"quantile is {quantile!r}; it must lie in [0, 1].")
+    require(0 <= quantile <= 1, "quantile", quantile, "lie between 0 and 1")
 
 
 class LargestValues:
@@ -63,8 +62,8 @@ class LargestValues:
             return torch.zeros_like(index)
         from_above = (n - 1 - index).clamp(min=0).to(torch.int64)
         known = (from_above < self._largest.shape[1]) & (n > 0)
-        found = self._largest.gather(1, from_above.where(known, 0)[:, None]).squeeze(1)
-        return found.double().where(known, 0.0)
+        values = self._largest.gather(1, from_above.where(known, 0)[:, None]).squeeze(1)
+        return values.double().where(known, 0.0)
 
     def _prune(self) -> None:
         if not self._pending:

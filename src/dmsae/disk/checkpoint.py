@@ -1,27 +1,31 @@
 """The whole state of a training run in one file, written whole or not at all.
 
-There is no random state to save: whatever is random in a run derives from its seed and from what it is for, and the
-data cursor says how far the stream has come.
+There is no random state to save: everything random in a run derives from its seed and its purpose, and the data cursor
+says how far the stream has come.
 """
 
 import json
 import os
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
+from dmsae.config import Json
 from dmsae.disk.files import fsync_directory
-from dmsae.errors import CheckpointError
+from dmsae.errors import CheckpointError, first_line
 
-_REMEDY = "Remove it to begin this run again from the start."
+if TYPE_CHECKING:  # `status` reads the state of a run without waiting for torch
+    from torch import Tensor
+
+_REMEDY = "Remove it to start this run again from the beginning."
 
 
-def save_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+def save_checkpoint(path: Path, tensors: "dict[str, Tensor]", state: Json) -> None:
     """Replace the checkpoint; tensors go to the disk without a second copy in memory."""
+    from safetensors.torch import save_file
+
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(state)
     sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
@@ -34,8 +38,8 @@ def save_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any
     except (SafetensorError, OSError) as error:
         temporary.unlink(missing_ok=True)
         raise CheckpointError(
-            f"{path} could not be written: {error}. Make room on the disk and run the same command again: it goes on "
-            "from the last checkpoint, if there is one."
+            f"{path} could not be written: {first_line(error)}. Make room on the disk and run the same command again: "
+            "it resumes from the last checkpoint, if there is one."
         ) from error
     temporary.replace(path)
     fsync_directory(path.parent)
@@ -47,21 +51,22 @@ def remove_checkpoint(path: Path) -> None:
     _temporary(path).unlink(missing_ok=True)
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> Json:
     """Return all of a checkpoint but its tensors, without reading those."""
-    return _read(path, with_tensors=False)[1]
+    return _read(path, framework="numpy")[1]
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_checkpoint(path: Path) -> "tuple[dict[str, Tensor], Json]":
     """Return what was saved; a damaged file is an error that names it."""
-    return _read(path, with_tensors=True)
+    return _read(path, framework="pt")
 
 
-def _read(path: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(path: Path, framework: str) -> "tuple[dict[str, Tensor], Json]":
+    """Return the state, and with the framework `pt` also the tensors."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework=framework) as file:
             metadata = file.metadata() or {}
-            names = list(file.keys()) if with_tensors else []
+            names = list(file.keys()) if framework == "pt" else []
             tensors = {name: file.get_tensor(name) for name in names}
         text, expected = metadata["state"], metadata["state_checksum"]
         sums = json.loads(metadata["checksums"])
@@ -71,7 +76,7 @@ def _read(path: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, 
     damaged += [] if str(zlib.crc32(text.encode())) == expected else ["state"]
     if damaged:
         raise CheckpointError(f"{path} is damaged: {damaged[0]} is not what was written. {_REMEDY}")
-    state: dict[str, Any] = json.loads(text)
+    state: Json = json.loads(text)
     return tensors, state
 
 
@@ -79,6 +84,6 @@ def _temporary(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
 
 
-def _checksum(tensor: Tensor) -> int:
+def _checksum(tensor: "Tensor") -> int:
     flat = tensor.detach().cpu().contiguous().view(-1)
     return zlib.crc32(flat.numpy().data) if len(flat) else 0

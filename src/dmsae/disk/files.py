@@ -9,16 +9,18 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import safetensors.torch
-from torch import Tensor
+from rich.filesize import decimal as human_bytes
 
 from dmsae.errors import BusyError, DiskSpaceError
 
+if TYPE_CHECKING:  # torch is slow to import, and many commands need only the files
+    from torch import Tensor
+
 _CHUNK_BYTES = 1 << 22
 _RESERVE_BYTES = 64 << 20
-"""What is left free on a disk."""
+"""How much of a disk stays free."""
 
 
 def sha256_of(path: Path) -> str:
@@ -54,7 +56,7 @@ def write_bytes(path: Path, data: bytes) -> None:
             raise
         temporary.unlink(missing_ok=True)
         raise DiskSpaceError(
-            f"The disk filled up while {path} ({human_bytes(len(data))}) was written. Make room and run the same "
+            f"The disk filled up while {path} ({human_bytes(len(data))}) was written. Free some space and run the same "
             "command again: what was finished is kept."
         ) from error
     temporary.replace(path)
@@ -66,8 +68,10 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+def write_tensors(path: Path, tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str] | None = None) -> str:
     """Write tensors as safetensors, atomically, and return the file's SHA-256."""
+    import safetensors.torch
+
     data = safetensors.torch.save(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, dict(metadata) if metadata else None
     )
@@ -100,7 +104,7 @@ def _locked(path: Path, what: str) -> IO[str]:
         file = path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever held it may have removed the file meanwhile, and a lock on a file without a name keeps out nobody.
+            # The former holder may have removed the file meanwhile, and a lock on a removed file keeps nobody out.
             if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 return file
         except BlockingIOError:
@@ -122,16 +126,7 @@ def require_space(directory: Path, needed_bytes: int, what: str) -> None:
     free = shutil.disk_usage(existing).free
     if needed_bytes + _RESERVE_BYTES > free:
         raise DiskSpaceError(
-            f"{what} needs {human_bytes(needed_bytes)}, and {human_bytes(_RESERVE_BYTES)} are to stay free, but only "
+            f"{what} needs {human_bytes(needed_bytes)} and {human_bytes(_RESERVE_BYTES)} must stay free, but only "
             f"{human_bytes(free)} are free under {existing}. "
-            "Ask for fewer tokens, choose a smaller dtype, or point --root at a larger disk."
+            "Ask for fewer tokens, choose a smaller dtype, or use a larger disk (--root)."
         )
-
-
-def human_bytes(count: float) -> str:
-    """Return a byte count as people write it."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"

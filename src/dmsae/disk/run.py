@@ -1,7 +1,7 @@
-"""The directory of a piece of work: whose it is, what it was asked to do, and that nobody else is at it.
+"""The directory of a run: its settings, and the lock of the process that works in it.
 
-The same command run again goes on where it stopped, be it by a signal. A directory made with other settings is
-refused, with the difference shown, and nothing in it is touched.
+The same command run again resumes where it stopped, also after a signal. A directory made with other settings is
+refused, the difference is shown, and nothing in it is touched.
 """
 
 import json
@@ -13,35 +13,36 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dmsae.config import Json
+from dmsae.disk import layout
 from dmsae.disk.files import exclusive_lock, write_json
 from dmsae.errors import CheckpointError, ConfigError
 
-_SETTINGS, _LOCK = "config.json", ".lock"
-_OURS = (_LOCK, f"{_SETTINGS}.tmp")
-"""What a run leaves that was killed before it had begun."""
+_LEFTOVERS = (layout.LOCK, f"{layout.SETTINGS}.tmp")
+"""What a run leaves that was killed before it wrote its settings."""
 
 
 @contextmanager
-def claimed(directory: Path, settings: dict[str, Any]) -> Iterator[None]:
-    """Hold a directory for the work that `settings` describe, as long as the block runs."""
+def claimed(directory: Path, settings: Json) -> Iterator[None]:
+    """Hold a directory for the run that `settings` describe, as long as the block lasts."""
     _require_run_or_empty(directory)
-    with exclusive_lock(directory / _LOCK, f"The run in {directory}"):
+    with exclusive_lock(directory / layout.LOCK, f"The run in {directory}"):
         require_claimable(directory, settings)
-        if not (directory / _SETTINGS).is_file():
-            write_json(directory / _SETTINGS, settings)
+        if not (directory / layout.SETTINGS).is_file():
+            write_json(directory / layout.SETTINGS, settings)
         yield
 
 
-def require_claimable(directory: Path, settings: dict[str, Any]) -> None:
-    """Raise unless a directory is free for the work that `settings` describe, or has begun it."""
+def require_claimable(directory: Path, settings: Json) -> None:
+    """Raise unless a directory is empty, or holds the run that `settings` describe."""
     _require_run_or_empty(directory)
-    if (directory / _SETTINGS).is_file():
+    if (directory / layout.SETTINGS).is_file():
         _refuse_other(directory, settings)
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM instead of dying of them; a second one has its usual effect."""
+    """Collect SIGINT and SIGTERM so that work can be saved first; a second one has its usual effect."""
     received: list[int] = []
     previous: dict[int, Any] = {}
 
@@ -49,7 +50,7 @@ def stop_signals() -> Iterator[list[int]]:
         received.append(number)
         signal.signal(number, previous[number])
 
-    # In another thread signals are somebody else's business; one that is ignored was meant to be.
+    # Only the main thread receives signals; one that the parent told us to ignore stays ignored.
     if threading.current_thread() is threading.main_thread():
         handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
@@ -62,11 +63,11 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def read_settings(directory: Path) -> dict[str, Any]:
+def read_settings(directory: Path) -> Json:
     """Return the settings that a directory was made with."""
-    path = directory / _SETTINGS
+    path = directory / layout.SETTINGS
     try:
-        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf8"))
+        settings: Json = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         raise CheckpointError(f"{directory} holds no run: {path} is missing.") from None
     except ValueError as error:
@@ -85,21 +86,23 @@ def differences(old: Any, new: Any, name: str = "") -> list[str]:
 def _require_run_or_empty(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file; give a directory for the results.")
-    if not (directory / _SETTINGS).is_file() and (others := _others(directory)):
+    if not (directory / layout.SETTINGS).is_file() and (others := _others(directory)):
         raise ConfigError(
             f"{directory} is not empty and holds no run (there is {others[0]}). Give a new or empty directory."
         )
 
 
 def _others(directory: Path) -> list[str]:
-    return sorted(file.name for file in directory.iterdir() if file.name not in _OURS) if directory.is_dir() else []
+    return (
+        sorted(file.name for file in directory.iterdir() if file.name not in _LEFTOVERS) if directory.is_dir() else []
+    )
 
 
-def _refuse_other(directory: Path, settings: dict[str, Any]) -> None:
+def _refuse_other(directory: Path, settings: Json) -> None:
     changed = differences(read_settings(directory), json.loads(json.dumps(settings)))
     if changed:
         shown = "\n  ".join(changed)
         raise ConfigError(
-            f"{directory} was made with other settings:\n  {shown}\nRun with the old settings to go on, or give a new "
+            f"{directory} was made with other settings:\n  {shown}\nUse the old settings to resume it, or give a new "
             "directory. Nothing has been changed."
         )

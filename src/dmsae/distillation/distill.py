@@ -1,48 +1,56 @@
 """Algorithm 1: train, score, select, restart with only the selected encoder rows; then intersect the last two cores.
 
 A run directory holds one folder per cycle (`cycle-0`, `cycle-1`, …: the SAE, its attribution, the core selected from
-it) and, at the end, `distilled` (the core C*) and `summary.json`. Every finished stage is skipped when the run is taken
-up again; a cycle in training resumes from its checkpoint.
+it) and, at the end, `distilled` (the core C*) and `summary.json`. When a run resumes, every finished stage is skipped
+and a cycle in training continues from its checkpoint.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from dmsae.activations.base_model import training_device
+from dmsae.activations.identity import ModelIdentity
+from dmsae.activations.sources import ActivationSource, StoreSource
 from dmsae.activations.store import Store
-from dmsae.activations.stream import ActivationStream, LiveGroups, StoreGroups, live_facts
-from dmsae.config import to_dict
+from dmsae.config import Json, require, require_whole, to_dict
 from dmsae.cores.attribution import Attribution, AttributionConfig, attribute
-from dmsae.cores.core import CarryOver, Core, Provenance, carry_over, distilled_core, next_core
+from dmsae.cores.compare import CarryOver, carry_over
+from dmsae.cores.core import Core, Provenance
+from dmsae.cores.selection import distilled_core, next_core, require_coverage
+from dmsae.devices import training_device
+from dmsae.disk import layout
 from dmsae.disk.files import write_json
 from dmsae.disk.run import claimed, differences
 from dmsae.errors import ConfigError, TrainingError
 from dmsae.evaluation.fidelity import fidelity
 from dmsae.formats import Imported, load_any, locate
-from dmsae.progress import console
-from dmsae.sae.sae import SAE, SAEConfig, core_first, load_sae, matryoshka_prefixes, save_sae
+from dmsae.progress import SILENT, Progress
+from dmsae.sae.config import DenseCore, SAEConfig, core_first, matryoshka_nesting
+from dmsae.sae.sae import SAE
 from dmsae.seeds import derive_seed
-from dmsae.training.learner import Member, State
+from dmsae.training.config import TrainConfig
+from dmsae.training.learner import SAESpec
 from dmsae.training.metrics import read_metrics
-from dmsae.training.schedule import TrainConfig
-from dmsae.training.trainer import Trainer
-
-_SAE, _DISTILLED, _SUMMARY = "sae", "distilled", "summary.json"
+from dmsae.training.result import TrainState
+from dmsae.training.trainer import train_together
 
 
 @dataclass(frozen=True, slots=True)
 class DistillConfig:
-    """One distillation."""
+    """One distillation.
+
+    >>> dmsae.DistillConfig(width=4096, k=40).sae(d_model=576, n_core=50).prefixes
+    (178, 434, 946, 1970, 4096)
+    """
 
     width: int = 4096
     """Dictionary width K, the same in every cycle."""
     k: int = 40
-    """Non-core latents active per token, the same in every cycle."""
-    prefixes: tuple[int, ...] = ()
-    """Cumulative prefix sizes of cycle 0, ending in `width`. Empty: groups of 1/32, 1/16, 1/8, 1/4 and the rest."""
+    """Target sparsity. Beside a core, which fires freely, so many of the other latents are active per token."""
+    nesting: tuple[int, ...] = ()
+    """Cumulative prefix sizes without a core, ending in `width`. Empty: groups of 1/32, 1/16, 1/8, 1/4 and the rest."""
     cycles: int = 4
     """Train-and-select cycles T after cycle 0."""
     coverage: float = 0.9
@@ -56,29 +64,28 @@ class DistillConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     """How each cycle trains; its seed is derived from this run's `seed` and the cycle."""
     seed: int = 0
-    """Decides every cycle's initial weights and order of activations."""
+    """Determines every cycle's initial weights and order of activations."""
 
     def __post_init__(self) -> None:
-        if self.cycles < 1:
-            raise ConfigError(f"cycles = {self.cycles} must be at least 1: the distilled core needs two selections.")
-        if not 0 < self.coverage <= 1:
-            raise ConfigError(f"coverage = {self.coverage} must lie in (0, 1].")
-        if self.train.seed:
-            raise ConfigError(f"train.seed = {self.train.seed} has no effect here: each cycle's follows from seed.")
+        require_whole("cycles", self.cycles, 1)
+        require_coverage(self.coverage)
+        remedy = "Set seed instead: each cycle's follows from it."
+        require(self.train.seed == 0, "train.seed", self.train.seed, "be left out", remedy)
 
     def sae(self, d_model: int, n_core: int) -> SAEConfig:
         """Return what the SAE of a cycle is: the core first, then the same non-core groups in every cycle."""
-        prefixes = core_first(self.prefixes or matryoshka_prefixes(self.width), n_core)
-        return SAEConfig(d_model, self.width, self.k, prefixes, n_core, center_input=self.center_input)
+        prefixes = core_first(self.nesting or matryoshka_nesting(self.width), n_core)
+        core = DenseCore(n_core, k_noncore=self.k) if n_core else None
+        return SAEConfig(d_model, self.width, self.k, prefixes, core, self.center_input)
 
-    def lasting(self) -> dict[str, Any]:
-        """Return the settings that decide the result; how often to look and save are not among them."""
-        train = {name: value for name, value in self.train.lasting().items() if name != "seed"}
+    def result_settings(self) -> Json:
+        """Return the settings that determine the result; how often to log and to save are not among them."""
+        train = {name: value for name, value in self.train.result_settings().items() if name != "seed"}
         return {**to_dict(self), "train": train}
 
 
 class CycleReport(NamedTuple):
-    """What one cycle came to."""
+    """What happened in one cycle."""
 
     cycle: int
     core: CarryOver
@@ -95,7 +102,7 @@ class CycleReport(NamedTuple):
 
 
 class Distillation(NamedTuple):
-    """What a distillation came to."""
+    """The result of a distillation."""
 
     cores: list[Core]
     distilled: Core
@@ -104,70 +111,77 @@ class Distillation(NamedTuple):
     """The SAE of the last cycle, which the last core was selected from."""
 
 
-def distil(
+def distill(
     config: DistillConfig,
     store: Store,
-    directory: Path,
-    report: Callable[[CycleReport], None] = lambda report: None,
-    live: LiveGroups | None = None,
+    directory: Path | str,
+    on_cycle: Callable[[CycleReport], None] = lambda report: None,
+    *,
+    source: ActivationSource | None = None,
+    progress: Progress = SILENT,
 ) -> Distillation:
-    """Run a distillation, or what is left of it, and return its cores; `report` hears of each cycle as it ends.
+    """Run a distillation in a directory, or what is left of it, and return its cores.
 
-    Cycles train on the store, or on `live` activations when its training split was too large to keep.
+    `on_cycle` is called with the report of each cycle as it ends. Cycles train on the store's activations, or on those
+    of `source` when the training split was too large to keep; attribution and held-out figures always use the store.
+
+    >>> recipe = dmsae.TrainConfig(tokens=25_600, batch_size=128, lr=3e-3)
+    >>> config = dmsae.DistillConfig(width=64, k=4, nesting=(16, 64), cycles=2, train=recipe)
+    >>> done = dmsae.distill(config, store, "runs/distill")
+    >>> len(done.distilled) <= len(done.cores[-1])
+    True
     """
+    source, directory = source or StoreSource(store), Path(directory)
     config.sae(store.d_model, 0)
-    with claimed(directory, run_settings(config, store.key, store.model, live)):
+    with claimed(directory, run_settings(config, store.key, store.model, source)):
         cores: list[Core] = []
         reports: list[CycleReport] = []
         for cycle in range(config.cycles + 1):
-            here = directory / f"cycle-{cycle}"
+            here = layout.cycle_directory(directory, cycle)
             previous = cores[-1] if cores else None
-            sae = _train(config, store, here, cycle, previous, live)
+            sae = _train(config, store, source, here, cycle, previous, progress)
             attribution = _score(config, store, here, sae)
             cores.append(_select(config, store, here, sae, attribution, previous))
             reports.append(_report(here, cores, sae, attribution, _fidelity(here, sae, store)))
-            report(reports[-1])
+            on_cycle(reports[-1])
         distilled = distilled_core(cores[-1], cores[-2])
-        distilled.save(directory / _DISTILLED)
+        distilled.save(directory / layout.DISTILLED)
         summary = {"n_distilled": len(distilled), "births": distilled.births(), "cycles": [_plain(r) for r in reports]}
-        write_json(directory / _SUMMARY, summary)
+        write_json(directory / layout.SUMMARY, summary)
         return Distillation(cores, distilled, reports, sae)
 
 
-def run_settings(
-    config: DistillConfig, store: str, model: dict[str, Any], live: LiveGroups | None = None
-) -> dict[str, Any]:
-    """Return what decides the result of a distillation; a directory made with anything else is refused."""
-    return {"kind": "distill", "store": store, "model": model, "distill": config.lasting(), **live_facts(live)}
+def run_settings(config: DistillConfig, store: str, model: ModelIdentity, source: ActivationSource | None) -> Json:
+    """Return what determines the result of a distillation; a directory made with anything else is refused.
 
-
-def distilled_directory(run: Path) -> Path:
-    """Return where a distillation run keeps its distilled core."""
-    return run / _DISTILLED
+    Without a `source` the cycles train on the store itself, which need not exist yet.
+    """
+    train_on = source.facts if source else {"store": store, "model": to_dict(model)}
+    settings = config.result_settings()
+    return {"kind": "distill", "store": store, "model": to_dict(model), "train_on": train_on, "distill": settings}
 
 
 def _train(
-    config: DistillConfig, store: Store, here: Path, cycle: int, core: Core | None, live: LiveGroups | None
+    config: DistillConfig,
+    store: Store,
+    source: ActivationSource,
+    here: Path,
+    cycle: int,
+    core: Core | None,
+    progress: Progress,
 ) -> SAE:
     """Return the SAE of a cycle: imported, already there, or trained now from the core's rows alone."""
     if cycle == 0 and config.cycle0:
-        return _import(config, store, here / _SAE)
-    member = Member(_SAE, _fitting(config, store, core), core.encoder_CD if core else None)
+        return _import(config, store, here / layout.SAE, progress)
+    spec = SAESpec(layout.SAE, _fitting(config, store, core), core.encoder_CD if core else None)
     train = replace(config.train, seed=derive_seed(config.seed, "cycle", cycle))
-    device = training_device(train.device)
-    source = live or StoreGroups(store, train.seed)
-    stream = ActivationStream(source, train.batch_size, train.seed, device)
-    made_from = {"store": store.key, "model": store.model, "cycle": cycle, **live_facts(live)}
-    try:
-        (outcome,) = Trainer([member], train, stream, here, made_from).run()
-    finally:
-        stream.close()
-    if outcome.state is not State.FINISHED:
+    (result,) = train_together([spec], source, here, train, {"cycle": cycle}, progress)
+    if result.state is not TrainState.FINISHED:
         raise TrainingError(
-            f"Cycle {cycle} {outcome.state} at step {outcome.step} ({outcome.cause}), so no core can be selected from "
+            f"Cycle {cycle} {result.state} at step {result.step} ({result.cause}), so no core can be selected from "
             f"it. The cores of earlier cycles are in {here.parent}. Try a smaller k or a lower lr, in a new directory."
         )
-    return load_sae(outcome.directory)
+    return SAE.load(result.directory)
 
 
 def _fitting(config: DistillConfig, store: Store, core: Core | None) -> SAEConfig:
@@ -181,38 +195,31 @@ def _fitting(config: DistillConfig, store: Store, core: Core | None) -> SAEConfi
         ) from error
 
 
-def _import(config: DistillConfig, store: Store, here: Path) -> SAE:
-    """Return the published SAE that stands for cycle 0, copied into the run so that the run is whole."""
+def _import(config: DistillConfig, store: Store, here: Path, progress: Progress) -> SAE:
+    """Return the published SAE used as cycle 0, copied into the run so that the run is complete."""
     expected = config.sae(store.d_model, 0)
-    if not (here / "sae.json").is_file():
+    if not layout.has_artifact(here, layout.SAE):
         imported = load_any(locate(config.cycle0), expected.k, expected.prefixes)
         for note in imported.notes:
-            console.print(f"cycle 0: {note}", markup=False)
-        _require_same_model(config, imported, store)
+            progress.note(f"cycle 0: {note}")
+        _require_same_model(config, imported, store, progress)
         if imported.sae.config != expected:
             wrong = differences(to_dict(imported.sae.config), to_dict(expected))
             raise ConfigError(f"cycle0 = {config.cycle0} does not fit this run ({'; '.join(wrong)}).")
-        source = {name: getattr(imported, name) for name in ("kind", "sha256", "model")}
-        save_sae(imported.sae, here, {"imported_from": {"source": config.cycle0, **source}, "cycle": 0})
-    return load_sae(here)
+        origin = {"source": config.cycle0, "kind": imported.kind, "sha256": imported.sha256}
+        imported.sae.save(here, {"imported_from": origin, "model": to_dict(imported.model), "cycle": 0})
+    return SAE.load(here)
 
 
-def _require_same_model(config: DistillConfig, imported: Imported, store: Store) -> None:
+def _require_same_model(config: DistillConfig, imported: Imported, store: Store, progress: Progress) -> None:
     if imported.model is None:
-        console.print(
-            f"cycle 0: whether it was trained on {store.model['name']} at {store.model['hook']} is not checked."
-        )
-        return
-    for name in ("weights_sha256", "hook"):
-        if imported.model.get(name) != store.model[name]:
-            raise ConfigError(
-                f"cycle0 = {config.cycle0} was trained with {name} {imported.model.get(name)}, but the store "
-                f"{store.key} has {store.model[name]}. Choose a store of that model and hook."
-            )
+        progress.note(f"cycle 0: cannot check that it was trained on {store.model.name} at {store.model.hook}.")
+    else:
+        imported.model.require_same(store.model, f"cycle0 = {config.cycle0}", f"the store {store.key}")
 
 
 def _score(config: DistillConfig, store: Store, here: Path, sae: SAE) -> Attribution:
-    if (here / "attribution.json").is_file():
+    if layout.has_artifact(here, layout.ATTRIBUTION):
         return Attribution.load(here)
     device = training_device(config.train.device)
     attribution = attribute(sae.to(device), store, config.attribution)
@@ -223,10 +230,10 @@ def _score(config: DistillConfig, store: Store, here: Path, sae: SAE) -> Attribu
 def _select(
     config: DistillConfig, store: Store, here: Path, sae: SAE, attribution: Attribution, previous: Core | None
 ) -> Core:
-    if (here / "core.json").is_file():
+    if layout.has_artifact(here, layout.CORE):
         return Core.load(here)
     cycle = previous.cycle + 1 if previous else 0
-    provenance = Provenance.of(store, config.lasting())
+    provenance = Provenance.of(store, config.result_settings())
     core = next_core(previous, sae, attribution, cycle, config.coverage, provenance)
     core.save(here)
     return core
@@ -234,18 +241,18 @@ def _select(
 
 def _fidelity(here: Path, sae: SAE, store: Store) -> dict[str, float]:
     """Return a cycle's held-out figures, measured once."""
-    path = here / "fidelity.json"
+    path = here / layout.FIDELITY
     if not path.is_file():
-        found = fidelity(sae, store)
-        write_json(path, found._asdict() if found else {})
-    figures: dict[str, float] = json.loads(path.read_text(encoding="utf8"))
-    return figures
+        figures = fidelity(sae, store)
+        write_json(path, figures._asdict() if figures else {})
+    stored: dict[str, float] = json.loads(path.read_text(encoding="utf8"))
+    return stored
 
 
 def _report(
     here: Path, cores: list[Core], sae: SAE, attribution: Attribution, heldout: dict[str, float]
 ) -> CycleReport:
-    metrics = read_metrics(here / _SAE)
+    metrics = read_metrics(here / layout.SAE)
     n_frozen = sae.config.n_core
     return CycleReport(
         cycle=cores[-1].cycle,
@@ -254,9 +261,9 @@ def _report(
         n_frozen=n_frozen,
         l0_core=float(attribution.firing_rates_P[:n_frozen].sum()),
         heldout_fve=heldout.get("fve"),
-        train_loss=metrics[-1]["loss"] if metrics else None,
+        train_loss=metrics[-1].loss if metrics else None,
     )
 
 
-def _plain(report: CycleReport) -> dict[str, object]:
+def _plain(report: CycleReport) -> Json:
     return {**report._asdict(), "core": report.core._asdict()}

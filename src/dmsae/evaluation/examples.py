@@ -1,14 +1,12 @@
-"""What a latent responds to: the held-out text on which it fires most.
-
-Shapes: B tokens in a batch, C latents looked at.
-"""
+"""What a latent responds to: the held-out text on which it fires most."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmsae.activations.store import Split, Store
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store
 from dmsae.errors import StoreError
 from dmsae.sae.sae import SAE
 from dmsae.text.tokens import PAD
@@ -36,17 +34,17 @@ def top_examples(
     for batch in store.batches(Split.HELDOUT, 4096):
         f_CB = sae.encode(batch["x"].to(sae.W_dec))[:, latents].T.cpu()
         _raise_to_maximum_(best, where, f_CB, batch["context"].long(), batch["position"].long())
-    found = []
+    examples = []
     for row, positions in zip(best, where, strict=True):
         values, contexts = row.topk(min(n_examples, len(row)))
-        found.append(
+        examples.append(
             [
                 _example(value, tokens_NL[context], int(positions[context]), tokenizer, n_around)
                 for value, context in zip(values.tolist(), contexts.tolist(), strict=True)
                 if value > 0
             ]
         )
-    return found
+    return examples
 
 
 def _raise_to_maximum_(best: Tensor, where: Tensor, f_CB: Tensor, context_B: Tensor, position_B: Tensor) -> None:

@@ -1,11 +1,13 @@
-"""How well an SAE rebuilds text it has never seen, as it is used: with its thresholds, on held-out activations."""
+"""How well an SAE reconstructs text it has never seen, as it is used: with its thresholds, on held-out activations."""
 
 from typing import NamedTuple
 
 import torch
 
-from dmsae.activations.store import Split, Store
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store
 from dmsae.sae.sae import SAE
+from dmsae.sae.variance import VarianceExplained
 
 
 class Fidelity(NamedTuple):
@@ -22,22 +24,24 @@ class Fidelity(NamedTuple):
 
 @torch.no_grad()
 def fidelity(sae: SAE, store: Store, max_tokens: int = 16_384) -> Fidelity | None:
-    """Return the figures over at most `max_tokens` held-out activations, or None when the store holds none."""
-    n = 0
-    squares = error = fired_core = fired = 0.0
-    total_D = torch.zeros(sae.config.d_model, dtype=torch.float64)
+    """Return the figures over at most `max_tokens` held-out activations, or None when the store holds none.
+
+    >>> figures = dmsae.fidelity(dmsae.SAE.load(run / "cycle-0" / "sae"), store)
+    >>> 0 < figures.fve < 1
+    True
+    """
+    explained = VarianceExplained(sae.config.d_model)
+    fired_core = fired = 0
     for batch in store.batches(Split.HELDOUT, 1024):
-        x_BD = batch["x"][: max_tokens - n].to(sae.W_dec)
+        x_BD = batch["x"][: max_tokens - explained.n_tokens].to(sae.W_dec)
         if not len(x_BD):
             break
         f_BK = sae.encode(x_BD)
-        n += len(x_BD)
-        error += float((x_BD - sae.decode(f_BK)).square().sum())
-        squares += float(x_BD.square().sum())
-        total_D += x_BD.sum(0).cpu()
-        fired += float((f_BK > 0).sum())
-        fired_core += float((f_BK[:, : sae.config.n_core] > 0).sum())
+        explained.add(x_BD, sae.decode(f_BK))
+        fired += int((f_BK > 0).sum())
+        fired_core += int((f_BK[:, : sae.config.n_core] > 0).sum())
+    n = explained.n_tokens
     if not n:
         return None
-    variance = squares - float(total_D.square().sum()) / n
-    return Fidelity(n, 1 - error / variance, fired_core / n, (fired - fired_core) / n)
+    (fve,) = explained.fractions()
+    return Fidelity(n, fve, fired_core / n, (fired - fired_core) / n)

@@ -1,13 +1,16 @@
-"""SAEs of others, read into ours: dictionary_learning / SAEBench and SAELens directories."""
+"""SAEs in other formats: dictionary_learning / SAEBench and SAELens directories, read into ours."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from dmsae.activations.identity import ModelIdentity
+from dmsae.config import from_dict
+from dmsae.disk import layout
 from dmsae.disk.files import sha256_of
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.formats import dictionary_learning, saelens
 from dmsae.formats.imported import Imported
-from dmsae.sae.sae import load_sae, read_made_from
+from dmsae.sae.sae import SAE, read_made_from
 from dmsae.text.hub import download
 
 __all__ = ["Imported", "load_any", "locate"]
@@ -25,18 +28,20 @@ def locate(source: str) -> Path:
 
 
 def load_any(path: Path, k: int | None = None, prefixes: Sequence[int] | None = None) -> Imported:
-    """Return the SAE in a directory of any kind that is known, and what had to be changed in it.
+    """Return the SAE in a directory of any known format, and what had to be changed in it.
 
     `k` and `prefixes` are for checkpoints that do not say them; what a checkpoint says must not be contradicted.
     """
-    if (path / "sae.json").is_file():
-        sae, digest = load_sae(path), sha256_of(path / "sae.safetensors")
-        return Imported(sae, "dmsae", (), digest, read_made_from(path).get("model")).agreeing(path, k, prefixes)
+    if layout.has_artifact(path, layout.SAE):
+        sae, digest = SAE.load(path), sha256_of(path / f"{layout.SAE}.safetensors")
+        model = read_made_from(path).get("model")
+        identity = from_dict(ModelIdentity, model) if model else None
+        return Imported(sae, "dmsae", (), digest, identity).agreeing(path, k, prefixes)
     if (path / dictionary_learning.WEIGHTS_NAME).is_file():
         return dictionary_learning.load(path, k, prefixes)
     if (path / saelens.WEIGHTS_NAME).is_file():
         return saelens.load(path, k, prefixes)
-    raise CheckpointError(f"{path} holds no SAE that is known. {_look_around(path)}")
+    raise CheckpointError(f"{path} holds no SAE of a known format. {_look_around(path)}")
 
 
 def _look_around(path: Path) -> str:
@@ -45,7 +50,7 @@ def _look_around(path: Path) -> str:
         return "There is nothing at this path."
     if path.is_file():
         return f"It is a file; give the directory that holds it: {path.parent}."
-    names = ("sae.json", dictionary_learning.WEIGHTS_NAME, saelens.WEIGHTS_NAME)
+    names = (f"{layout.SAE}.json", dictionary_learning.WEIGHTS_NAME, saelens.WEIGHTS_NAME)
     if below := sorted({file.parent for name in names for file in path.glob(f"*/{name}")}):
         return f"Give one of the directories below it: {', '.join(str(directory) for directory in below[:12])}."
     return f"Expected {names[0]} (ours), {names[1]} (dictionary_learning, SAEBench) or {names[2]} (SAELens) in it."

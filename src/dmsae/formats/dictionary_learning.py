@@ -9,13 +9,13 @@ import pickle
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmsae.errors import CheckpointError
-from dmsae.formats.imported import Imported, Weights, build, read_config, require_said, require_tensors
+from dmsae.config import Json
+from dmsae.errors import CheckpointError, first_line
+from dmsae.formats.imported import Imported, Weights, build, read_config, require_tensors, stated_or_given
 
 WEIGHTS_NAME = "ae.pt"
 _CONFIG_NAME = "config.json"
@@ -29,23 +29,23 @@ def load(path: Path, k: int | None = None, prefixes: Sequence[int] | None = None
     if (kind := trainer.get("dict_class")) not in (None, *_KINDS):
         raise CheckpointError(f"{path} holds a {kind}; only {' and '.join(_KINDS)} can be read.")
     weights = _weights(path, state)
-    said_k = int(state["k"]) if "k" in state else trainer.get("k")
+    stated_k = int(state["k"]) if "k" in state else trainer.get("k")
     groups = state["group_sizes"].tolist() if "group_sizes" in state else trainer.get("group_sizes")
     if groups is None and "W_enc" not in state:
         groups = [len(weights.b_enc_K)]
-    said_prefixes = None if groups is None else list(accumulate(int(size) for size in groups))
+    stated_prefixes = None if groups is None else list(accumulate(int(size) for size in groups))
     return build(
         path / WEIGHTS_NAME,
         "dictionary_learning",
         weights,
-        k=require_said(path, "k", said_k, k),
-        prefixes=require_said(path, "prefixes", said_prefixes, None if prefixes is None else list(prefixes)),
+        k=stated_or_given(path, "k", stated_k, k),
+        prefixes=stated_or_given(path, "prefixes", stated_prefixes, None if prefixes is None else list(prefixes)),
         center_input=True,
         notes=_provenance(trainer),
     )
 
 
-def _provenance(trainer: dict[str, Any]) -> list[str]:
+def _provenance(trainer: Json) -> list[str]:
     """Return, as a note, the model and layer that the checkpoint says it was trained on."""
     said = [
         f"{name} {trainer[name]}" for name in ("lm_name", "layer", "submodule_name") if trainer.get(name) is not None
@@ -53,7 +53,7 @@ def _provenance(trainer: dict[str, Any]) -> list[str]:
     return [f"The checkpoint says of itself: {', '.join(said)}."] if said else []
 
 
-def _read_trainer(path: Path) -> dict[str, Any]:
+def _read_trainer(path: Path) -> Json:
     """Return what the config says of the trainer; nothing when there is no config, which the weights can do without."""
     if not path.is_file():
         return {}
@@ -63,20 +63,19 @@ def _read_trainer(path: Path) -> dict[str, Any]:
     return trainer
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path) -> Json:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{path} cannot be read as plain tensors, and nothing else is loaded: {reason}"
+            f"{path} cannot be read as plain tensors, and nothing else is loaded: {first_line(error)}."
         ) from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}; expected the tensors of an SAE by name.")
     return state
 
 
-def _weights(path: Path, state: dict[str, Any]) -> Weights:
+def _weights(path: Path, state: Json) -> Weights:
     if "W_enc" in state:
         require_tensors(path / WEIGHTS_NAME, state, ("W_enc", "b_enc", "W_dec", "b_dec", "threshold"))
         encoder, bias, decoder = state["W_enc"].T, state["b_enc"], state["W_dec"]

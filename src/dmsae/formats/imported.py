@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dmsae.activations.identity import ModelIdentity
+from dmsae.config import Json
 from dmsae.disk.files import sha256_of
 from dmsae.errors import CheckpointError, ConfigError
-from dmsae.sae.sae import SAE, SAEConfig
+from dmsae.sae.config import SAEConfig
+from dmsae.sae.sae import SAE
 
 _NORM_TOLERANCE = 1e-4
 """Decoder rows within this of unit norm are left alone, bit for bit."""
@@ -27,8 +30,8 @@ class Imported(NamedTuple):
     """What was changed or assumed, a sentence each."""
     sha256: str
     """Of the file that holds its weights."""
-    model: dict[str, Any] | None = None
-    """Identity of the model it was trained on, where the checkpoint holds one that can be checked."""
+    model: ModelIdentity | None = None
+    """The model it was trained on, when the checkpoint holds an identity that can be checked."""
 
     def agreeing(self, path: Path, k: int | None, prefixes: Sequence[int] | None) -> "Imported":
         """Return this, unless it contradicts what was asked for."""
@@ -68,7 +71,7 @@ def build(
         changes.append("Thresholds below 0 were set to 0: every positive activation passes, as before.")
     sae = SAE(config)
     with torch.no_grad():
-        sae.W_enc_free.copy_(weights.W_enc_KD)
+        sae.W_enc_noncore.copy_(weights.W_enc_KD)
         sae.b_enc.copy_(weights.b_enc_K)
         sae.W_dec.copy_(weights.W_dec_KD)
         sae.b_dec.copy_(weights.b_dec_D)
@@ -83,9 +86,9 @@ def _require_shapes(path: Path, weights: Weights) -> tuple[int, int]:
         )
     width, d_model = weights.W_enc_KD.shape
     expected = Weights._make(((width, d_model), (width,), (width, d_model), (d_model,), (width,)))
-    found = Weights._make(tuple(tensor.shape) for tensor in weights)
-    if found != expected:
-        raise CheckpointError(f"{path}: the shapes are {found._asdict()}; expected {expected._asdict()}.")
+    shapes = Weights._make(tuple(tensor.shape) for tensor in weights)
+    if shapes != expected:
+        raise CheckpointError(f"{path}: the shapes are {shapes._asdict()}; expected {expected._asdict()}.")
     return width, d_model
 
 
@@ -117,13 +120,13 @@ def require_tensors(path: Path, tensors: Mapping[str, Any], names: Sequence[str]
 
 
 def require_agreement(path: Path, name: str, said: Any, asked: Any) -> None:
-    """Raise `ConfigError` when a checkpoint says one thing and the caller another."""
+    """Raise `ConfigError` when a checkpoint states one thing and the caller another."""
     if None not in (said, asked) and said != asked:
         raise ConfigError(f"{name} is given as {asked}, but {path} was trained with {said}. Leave it out.")
 
 
-def require_said(path: Path, name: str, said: Any, asked: Any) -> Any:
-    """Return what a checkpoint says of itself, or else what the caller says of it."""
+def stated_or_given(path: Path, name: str, said: Any, asked: Any) -> Any:
+    """Return what a checkpoint states about itself, or else what the caller gave."""
     require_agreement(path, name, said, asked)
     value = asked if said is None else said
     if value is None:
@@ -131,7 +134,7 @@ def require_said(path: Path, name: str, said: Any, asked: Any) -> Any:
     return value
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> Json:
     """Return the JSON object in a file."""
     try:
         config = json.loads(path.read_text(encoding="utf8"))

@@ -9,14 +9,14 @@ SAELens has folded in shows as decoder rows of another norm than 1, and is undon
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dmsae.config import Json
 from dmsae.errors import CheckpointError
-from dmsae.formats.imported import Imported, Weights, build, read_config, require_said, require_tensors
+from dmsae.formats.imported import Imported, Weights, build, read_config, require_tensors, stated_or_given
 
 WEIGHTS_NAME = "sae_weights.safetensors"
 _CONFIG_NAME = "cfg.json"
@@ -35,26 +35,26 @@ def load(path: Path, k: int | None = None, prefixes: Sequence[int] | None = None
     require_tensors(path / WEIGHTS_NAME, tensors, ("W_enc", "b_enc", "W_dec", "b_dec"))
     details = {**config, **(config["metadata"].get("training_architecture_details") or {})}
     notes = []
-    said_k = details.get("k")
-    if isinstance(said_k, float):
-        if said_k != round(said_k):
-            notes.append(f"k was {said_k}; it was rounded.")
-        said_k = round(said_k)
-    said_prefixes = _prefixes(details, len(tensors["b_enc"])) if said_k is not None else None
+    stated_k = details.get("k")
+    if isinstance(stated_k, float):
+        if stated_k != round(stated_k):
+            notes.append(f"k was {stated_k}; it was rounded.")
+        stated_k = round(stated_k)
+    stated_prefixes = _prefixes(details, len(tensors["b_enc"])) if stated_k is not None else None
     return build(
         path / WEIGHTS_NAME,
         "saelens",
         Weights(
             tensors["W_enc"].T, tensors["b_enc"], tensors["W_dec"], tensors["b_dec"], _threshold(path, config, tensors)
         ),
-        k=require_said(path, "k", said_k, k),
-        prefixes=require_said(path, "prefixes", said_prefixes, None if prefixes is None else list(prefixes)),
+        k=stated_or_given(path, "k", stated_k, k),
+        prefixes=stated_or_given(path, "prefixes", stated_prefixes, None if prefixes is None else list(prefixes)),
         center_input=bool(config.get("apply_b_dec_to_input", True)),
         notes=notes,
     )
 
 
-def _require_readable(path: Path, config: dict[str, Any]) -> None:
+def _require_readable(path: Path, config: Json) -> None:
     metadata = config.get("metadata")
     version = metadata.get("sae_lens_version") if isinstance(metadata, dict) else None
     major = re.match(r"\d+", str(version))
@@ -75,13 +75,13 @@ def _require_readable(path: Path, config: dict[str, Any]) -> None:
         raise CheckpointError(f"{path} reshapes activations ({reshaping!r}); only SAEs on plain vectors can be read.")
 
 
-def _prefixes(details: dict[str, Any], width: int) -> list[int]:
+def _prefixes(details: Json, width: int) -> list[int]:
     """Return the Matryoshka prefixes; SAELens adds the full width when it was left out."""
     widths = [int(size) for size in details.get("matryoshka_widths") or []]
     return widths if widths and widths[-1] == width else [*widths, width]
 
 
-def _threshold(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
+def _threshold(path: Path, config: Json, tensors: dict[str, Tensor]) -> Tensor:
     """Return the threshold of each latent, in units of its pre-activation."""
     if config["architecture"] == _INFERENCE:
         require_tensors(path / WEIGHTS_NAME, tensors, ("threshold",))

@@ -1,12 +1,10 @@
 """The Matryoshka objective and its gradients: `Σ_m w_m ‖x − x̂_m‖² + α·L_aux`, mean over tokens.
 
 `backward_` takes one batch through the SAE with the training-time mask (BatchTopK, a dense core left free) and writes
-every gradient without autograd, at the price of the encoder product and a few sparse ones. The training loop is then
+every gradient without autograd, for the cost of the encoder product and a few sparse ones. A training step is then
 
     result = backward_(sae, x, objective, dead, warm_start)
     step_(sae, optimiser, result.grad_norm, max_norm)
-
-Shapes: B tokens, D model width, K dictionary width, C core latents, G prefixes, A dead latents.
 """
 
 import math
@@ -19,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dmsae.config import require, require_choice
 from dmsae.errors import ConfigError
 from dmsae.sae.sae import SAE
 from dmsae.sae.sparse import Active, Gradients, decode, gradients, latent_offsets
@@ -45,11 +44,9 @@ class Objective:
     """Weight α of the auxiliary loss that revives dead latents; 0 turns it off."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.prefix_reduction, PrefixReduction):
-            allowed = ", ".join(map(repr, map(str, PrefixReduction)))
-            raise ConfigError(f"prefix_reduction is {self.prefix_reduction!r}; allowed: {allowed}.")
-        if not (math.isfinite(self.aux_alpha) and self.aux_alpha >= 0):
-            raise ConfigError(f"aux_alpha is {self.aux_alpha!r}; it must be a finite number of at least 0.")
+        require_choice("prefix_reduction", self.prefix_reduction, PrefixReduction)
+        finite = math.isfinite(self.aux_alpha)
+        require(finite and self.aux_alpha >= 0, "aux_alpha", self.aux_alpha, "be a finite number of at least 0")
 
     def weight(self, n_prefixes: int) -> float:
         """Return the weight of each prefix's squared error."""
@@ -63,7 +60,7 @@ class Objective:
 
 
 class BatchResult(NamedTuple):
-    """What one batch told, besides the gradients."""
+    """What was measured on one batch, besides the gradients."""
 
     loss: float
     """The objective."""
@@ -102,7 +99,7 @@ def backward_(
     dead_K: Tensor | None = None,
     warm_start: float | None = None,
 ) -> BatchResult:
-    """Overwrite the gradients of every parameter with those of this batch, and return what the batch told.
+    """Overwrite the gradients of every parameter with those of this batch, and return what was measured.
 
     Decoder gradients come without their component along the decoder row, which has unit norm and keeps it. `dead_K`
     marks the latents that had not fired for long before this batch; those that fire in it are alive. Nothing but the
@@ -110,7 +107,7 @@ def backward_(
     """
     config = sae.config
     if x_BD.ndim != 2 or x_BD.shape[1] != config.d_model or not len(x_BD):
-        raise ConfigError(f"x has shape {list(x_BD.shape)}; the SAE takes [B, {config.d_model}] with B > 0.")
+        raise ConfigError(f"x has shape {list(x_BD.shape)}; it must have shape [B, {config.d_model}] with B > 0.")
     n_tokens, n_core = len(x_BD), config.n_core
     centered_BD = x_BD - sae.b_dec
     input_BD = centered_BD if config.center_input else x_BD
@@ -149,21 +146,6 @@ def backward_(
     )
 
 
-def step_(sae: SAE, optimiser: torch.optim.Adam, grad_norm: float, max_norm: float) -> None:
-    """Clip the gradients to `max_norm`, take one optimiser step, and bring decoder rows back to unit norm."""
-    # The fused kernel divides the gradients by `grad_scale` as it reads them: clipping costs no pass of its own.
-    excess = (grad_norm + 1e-6) / max_norm
-    scale = torch.tensor(excess, dtype=torch.float32, device=sae.W_dec.device) if excess > 1 else None
-    optimiser.grad_scale = scale  # type: ignore[attr-defined]
-    optimiser.step()
-    sae.renormalise_()
-
-
-def adam(sae: SAE, lr: float, betas: tuple[float, float] = (0.9, 0.999)) -> torch.optim.Adam:
-    """Return the optimiser of an SAE's trainable parameters; the frozen core is not among them."""
-    return torch.optim.Adam(sae.parameters(), lr=lr, betas=betas, fused=True)
-
-
 def _residuals(sae: SAE, active: Active, offsets: Tensor, core_BC: Tensor | None, target_BD: Tensor) -> list[Tensor]:
     """Return x − x̂_m for every prefix m; `target_BD` is x − b_dec."""
     residuals: list[Tensor] = []
@@ -196,10 +178,10 @@ def _gradients(
     upstreams: list[Tensor],
 ) -> Iterator[Gradients]:
     """Yield the gradients of all latents."""
-    n_core, n_unmasked = sae.config.n_core, sae.config.n_unmasked
+    n_core, n_dense = sae.config.n_core, sae.config.n_dense
     if core_BC is not None:
         yield _dense_gradients(core_BC, upstreams[0], None, sae.W_dec[:n_core])
-    yield from gradients(active, offsets, range(n_unmasked, n_core), upstreams[0], None, sae.W_dec)
+    yield from gradients(active, offsets, range(n_dense, n_core), upstreams[0], None, sae.W_dec)
     for (first, stop), upstream_BD in zip(pairwise((n_core, *sae.config.prefixes)), upstreams, strict=True):
         yield from gradients(active, offsets, range(first, stop), upstream_BD, input_BD, sae.W_dec)
 
@@ -227,7 +209,7 @@ def _auxiliary(
     if not len(dead_A):
         return None
     decoder_AD = sae.W_dec[dead_A]
-    f_BA = torch.addmm(sae.b_enc[dead_A], input_BD, sae.W_enc_free[dead_A - n_core].T).relu_()
+    f_BA = torch.addmm(sae.b_enc[dead_A], input_BD, sae.W_enc_noncore[dead_A - n_core].T).relu_()
     values, indices = f_BA.topk(min(n_kept, len(dead_A)), sorted=False)
 
     sparse = len(dead_A) > _SPARSE_FROM * n_kept
@@ -268,7 +250,7 @@ def _write_(sae: SAE, part: Gradients) -> list[Tensor]:
     if part.encoder is not None:
         rows = part.rows
         free = slice(rows.start - n_core, rows.stop - n_core) if isinstance(rows, slice) else rows - n_core
-        _grad(sae.W_enc_free)[free] = part.encoder
+        _grad(sae.W_enc_noncore)[free] = part.encoder
         squares.append(_square_norm(part.encoder))
     return squares
 
@@ -279,7 +261,7 @@ def _write_b_dec_(sae: SAE, upstream_BD: Tensor) -> Tensor:
     grad_D = upstream_BD.sum(0)
     if sae.config.center_input:
         bias_K = _grad(sae.b_enc)
-        grad_D -= bias_K[:n_core] @ sae.W_enc_core + bias_K[n_core:] @ sae.W_enc_free
+        grad_D -= bias_K[:n_core] @ sae.W_enc_core + bias_K[n_core:] @ sae.W_enc_noncore
     _grad(sae.b_dec).copy_(grad_D)
     return _square_norm(grad_D)
 

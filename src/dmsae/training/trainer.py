@@ -1,84 +1,119 @@
 """One cycle of training: a stream of activations through one or several SAEs, in the published recipe.
 
-Several SAEs share every batch, so a sweep reads its data once. A run can be stopped at any moment and goes on from its
-last checkpoint to the same numbers; logging and checkpointing only look.
+Several SAEs share every batch, so a sweep reads its data once. A run can be stopped at any moment and resumes from its
+last checkpoint to the same numbers; logging and checkpointing change nothing.
 
 Inputs are divided by √mean‖x‖² for training and the scale is folded back into biases and thresholds when an SAE is
 saved: encoder rows live in raw space and transfer verbatim.
-
-Shapes: B tokens in a batch, D model width, K dictionary width, C core latents, G prefixes.
 """
 
-import json
-import math
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dmsae.activations.arrays import Array
+from dmsae.activations.sources import ActivationSource, as_source
+from dmsae.activations.store import Store
 from dmsae.activations.stream import ActivationStream, Cursor
-from dmsae.config import to_dict
+from dmsae.config import Json, from_dict, to_dict
+from dmsae.devices import training_device
+from dmsae.disk import layout
 from dmsae.disk.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
 from dmsae.disk.files import canonical_hash, write_json
 from dmsae.disk.run import claimed, stop_signals
 from dmsae.errors import CheckpointError, ConfigError, DmsaeError, TrainingError
-from dmsae.progress import console, progress
+from dmsae.progress import SILENT, Progress
+from dmsae.sae.config import SAEConfig
 from dmsae.sae.objective import BatchResult
-from dmsae.sae.sae import save_sae
-from dmsae.training.learner import Learner, Member, State
-from dmsae.training.metrics import MetricsLog, require_sinks
-from dmsae.training.schedule import TrainConfig
+from dmsae.sae.variance import fraction_explained
+from dmsae.training.config import TrainConfig
+from dmsae.training.learner import Learner, SAESpec
+from dmsae.training.metrics import MetricsLog, StepMetrics, require_sinks
+from dmsae.training.result import TrainResult, TrainState, read_result
+from dmsae.training.scale import first_look, usable_variance
 
-CHECKPOINT, STATUS = "checkpoint.safetensors", "status.json"
 _INFERENCE_TOKENS = 256
-"""Tokens of a logged batch on which the SAE is also tried as it will be used, with thresholds."""
+"""Tokens of a logged batch on which the SAE is also measured with its inference thresholds."""
 
 
-class Outcome(NamedTuple):
-    """How the training of one SAE ended."""
+def train(
+    sae: SAEConfig,
+    data: ActivationSource | Store | Array,
+    directory: Path | str,
+    config: TrainConfig | None = None,
+    core_rows: Tensor | None = None,
+    progress: Progress = SILENT,
+) -> TrainResult:
+    """Train one SAE in a directory, or resume it there, and return how it ended; `SAE.load(directory)` opens it.
 
-    name: str
-    directory: Path
-    state: State
-    step: int
-    """Steps taken."""
-    cause: str
-    """Why it did not finish, empty when it did."""
-    metrics: dict[str, Any]
-    """The last line of its metrics."""
+    `data` is a store, an array or tensor of activations [n, D], or any other source. `core_rows` are the encoder rows
+    to freeze, as many as `sae.core` says.
+
+    >>> config = dmsae.SAEConfig(d_model=16, width=64, k=4, prefixes=(16, 64))
+    >>> recipe = dmsae.TrainConfig(tokens=25_600, batch_size=128, lr=3e-3)
+    >>> dmsae.train(config, x, "runs/sae", recipe).state.value
+    'finished'
+    >>> sae = dmsae.SAE.load("runs/sae")
+    """
+    spec = SAESpec(layout.SAE, sae, core_rows)
+    (result,) = train_together([spec], as_source(data), Path(directory), config, progress=progress)
+    return result
+
+
+def train_together(
+    specs: Sequence[SAESpec],
+    source: ActivationSource,
+    directory: Path,
+    config: TrainConfig | None = None,
+    made_from: Json | None = None,
+    progress: Progress = SILENT,
+) -> list[TrainResult]:
+    """Train several SAEs on one stream of activations, each in a folder of its name, and return how each ended.
+
+    `made_from` is recorded in every SAE beside what the source says of itself.
+    """
+    config = config or TrainConfig()
+    stream = ActivationStream(source, config.batch_size, config.seed, training_device(config.device))
+    try:
+        return Trainer(specs, config, stream, directory, source.facts | (made_from or {}), progress).run()
+    finally:
+        stream.close()
 
 
 class Trainer:
-    """A run: the learners, the stream they share, and the directory in which it can be taken up again."""
+    """A run: the learners, the stream they share, and the directory in which it can be resumed."""
 
     def __init__(
         self,
-        members: Sequence[Member],
+        specs: Sequence[SAESpec],
         config: TrainConfig,
         stream: ActivationStream,
         directory: Path,
-        made_from: dict[str, Any],
+        made_from: Json,
+        progress: Progress = SILENT,
     ) -> None:
-        _check(members, config, stream)
-        self._members, self._config, self._stream, self._directory = members, config, stream, directory
+        _require_trainable(specs, config, stream)
+        self._specs, self._config, self._stream, self._directory = specs, config, stream, directory
+        self._progress = progress
         self._schedule = config.schedule()
-        self._settings: dict[str, Any] = {
+        self._settings: Json = {
             "kind": "train",
             "made_from": made_from,
-            "train": config.lasting(),
+            "train": config.result_settings(),
             "schedule": self._schedule._asdict(),
-            "saes": {member.name: to_dict(member.sae) | {"core_sha256": member.core_sha256()} for member in members},
+            "saes": {spec.name: to_dict(spec.sae) | {"core_sha256": spec.core_sha256()} for spec in specs},
         }
         self._step, self._scale = 0, 1.0
         self._learners: list[Learner] = []
         self._logs: dict[str, MetricsLog] = {}
-        self._last: dict[str, dict[str, Any]] = {}
+        self._last: dict[str, StepMetrics] = {}
 
-    def run(self) -> list[Outcome]:
-        """Train to the end, from the beginning or from the last checkpoint, and return how each SAE fared."""
+    def run(self) -> list[TrainResult]:
+        """Train to the end, from the beginning or from the last checkpoint, and return how each SAE ended."""
         with claimed(self._directory, self._settings):
             if not self._is_finished():
                 try:
@@ -88,28 +123,28 @@ class Trainer:
                     for log in self._logs.values():
                         log.close()
                 self._finish()
-            remove_checkpoint(self._directory / CHECKPOINT)
-            return _judged([read_outcome(self._where(member.name)) for member in self._members])
+            remove_checkpoint(self._directory / layout.CHECKPOINT)
+            return _require_one_usable([read_result(self._where(spec.name)) for spec in self._specs])
 
     def _loop(self) -> None:
         steps, batch = self._schedule.steps, self._config.batch_size
         saved_at = logged_at = time.monotonic()
         logged_step = self._step
-        with progress("train", steps, "steps") as bar, stop_signals() as stop:
+        with self._progress.bar("train", steps, "steps") as bar, stop_signals() as stop:
             bar.skip(self._step)
-            while self._step < steps and (active := [one for one in self._learners if one.state is State.TRAINING]):
-                x_BD, variance = self._next_batch()
-                results = [(learner, learner.advance(self._step, x_BD, variance)) for learner in active]
+            while self._step < steps and (active := self._in_training()):
+                x_BD, batch_variance = self._next_batch()
+                results = [(learner, learner.advance(self._step, x_BD, batch_variance)) for learner in active]
                 self._step += 1
                 now = time.monotonic()
                 due = self._step % self._config.log_every == 0 or self._step == steps
                 rate = (self._step - logged_step) * batch / max(now - logged_at, 1e-9)
                 for learner, result in results:
-                    if learner.state is State.COLLAPSED or (due and learner.state is State.TRAINING):
-                        self._log(learner, result, x_BD, variance, rate)
+                    if learner.state is TrainState.COLLAPSED or (due and learner.state is TrainState.TRAINING):
+                        self._log(learner, result, x_BD, batch_variance, rate)
                 if due:
                     logged_at, logged_step = now, self._step
-                bar.advance(1, _note(results, variance))
+                bar.advance(1, _note(results, batch_variance))
                 self._note_endings(active)
                 if stop or now - saved_at >= self._config.checkpoint_seconds:
                     self._save()
@@ -117,12 +152,15 @@ class Trainer:
                 if stop:
                     raise KeyboardInterrupt
 
+    def _in_training(self) -> list[Learner]:
+        return [learner for learner in self._learners if learner.state is TrainState.TRAINING]
+
     def _next_batch(self) -> tuple[Tensor, float]:
         """Return a batch on the training scale and its variance; if it cannot be used, save all that came before."""
         cursor = self._stream.cursor
         try:
             x_BD = next(self._stream).div_(self._scale)
-            return x_BD, _variance(x_BD, self._step + 1)
+            return x_BD, usable_variance(x_BD, self._step + 1)
         except DmsaeError:
             self._stream.seek(cursor)
             self._save()
@@ -130,27 +168,27 @@ class Trainer:
 
     def _begin(self) -> None:
         """Set up the learners, fresh or as they were at the last checkpoint."""
-        path = self._directory / CHECKPOINT
+        path = self._directory / layout.CHECKPOINT
         resumed = load_checkpoint(path) if path.exists() else None
         if resumed is None:
             self._step, cursor = 0, Cursor()
-            self._scale, b_dec = _first_look(self._stream, self._config.norm_batches)
+            self._scale, b_dec = first_look(self._stream, self._config.norm_batches)
         else:
             tensors, state = resumed
             if state["settings"] != canonical_hash(self._settings):
                 raise CheckpointError(f"{path} belongs to another run. Restore the one of this run, or remove it.")
             self._step, self._scale, cursor = state["step"], state["scale"], Cursor(**state["cursor"])
-            self._last = state["last"]
+            self._last = {name: from_dict(StepMetrics, last) for name, last in state["last"].items()}
             b_dec = torch.zeros(self._stream.d_model, device=self._stream.device)
-        self._learners = [Learner(member, self._config, self._schedule, b_dec) for member in self._members]
+        self._learners = [Learner(spec, self._config, self._schedule, b_dec) for spec in self._specs]
         if resumed is not None:
             for learner in self._learners:
                 learner.restore(tensors, state["learners"][learner.name])
-            console.print(f"Resuming at step {self._step:,} of {self._schedule.steps:,}.")
-        for member in self._members:
-            size = state["metrics_bytes"][member.name] if resumed else 0
-            self._logs[member.name] = MetricsLog(
-                self._where(member.name), member.name, self._config.log_to, self._settings, self._step, size
+            self._progress.note(f"Resuming at step {self._step:,} of {self._schedule.steps:,}.")
+        for spec in self._specs:
+            size = state["metrics_bytes"][spec.name] if resumed else 0
+            self._logs[spec.name] = MetricsLog(
+                self._where(spec.name), spec.name, self._config.log_to, self._settings, self._step, size
             )
         self._stream.seek(cursor)
 
@@ -163,142 +201,88 @@ class Trainer:
             "cursor": to_dict(self._stream.cursor),
             "learners": {learner.name: learner.facts() for learner in self._learners},
             "metrics_bytes": {name: log.mark() for name, log in self._logs.items()},
-            "last": self._last,
+            "last": {name: asdict(last) for name, last in self._last.items()},
         }
-        save_checkpoint(self._directory / CHECKPOINT, tensors, state)
+        save_checkpoint(self._directory / layout.CHECKPOINT, tensors, state)
 
     def _finish(self) -> None:
-        """Save every SAE in raw space, then how it fared."""
+        """Save every SAE in raw space, then how its training ended."""
         common = self._settings["made_from"]
-        made_from = {member.name: common | {"core": member.core_sha256()} for member in self._members}
+        made_from = {spec.name: common | {"core": spec.core_sha256()} for spec in self._specs}
         for learner in self._learners:
             learner.finish()
-            save_sae(learner.folded(self._scale), self._where(learner.name), made_from[learner.name])
+            learner.folded(self._scale).save(self._where(learner.name), made_from[learner.name])
+            last = self._last.get(learner.name)
             status = {"state": learner.state, "step": learner.ended_at, "cause": learner.cause}
-            status |= {"scale": self._scale, "metrics": self._last.get(learner.name, {})}
-            write_json(self._where(learner.name) / STATUS, status)
+            status |= {"scale": self._scale, "metrics": asdict(last) if last else None}
+            write_json(self._where(learner.name) / layout.STATUS, status)
 
     def _is_finished(self) -> bool:
-        return all((self._where(member.name) / STATUS).is_file() for member in self._members)
+        return all((self._where(spec.name) / layout.STATUS).is_file() for spec in self._specs)
 
-    def _log(self, learner: Learner, result: BatchResult, x_BD: Tensor, variance: float, rate: float) -> None:
-        metrics = {
-            "step": self._step,
-            "tokens": self._step * self._config.batch_size,
-            "loss": result.loss,
-            "aux_loss": result.aux_loss,
-            "fve": 1 - float(result.prefix_errors[-1]) / variance,
-            "fve_prefixes": [1 - error / variance for error in result.prefix_errors.tolist()],
-            "l0_core": result.l0_core,
-            "l0_noncore": result.l0_noncore,
-            **learner.as_used(x_BD[:_INFERENCE_TOKENS]),
-            "dead_groups": learner.dead_groups(),
-            "threshold": None if learner.threshold is None else learner.threshold * self._scale,
-            "grad_norm": result.grad_norm,
-            "lr": learner.optimiser.param_groups[0]["lr"],
-        }
+    def _log(self, learner: Learner, result: BatchResult, x_BD: Tensor, batch_variance: float, rate: float) -> None:
+        at_inference = learner.inference_metrics(x_BD[:_INFERENCE_TOKENS])
+        fve_prefixes = [fraction_explained(error, batch_variance) for error in result.prefix_errors.tolist()]
+        metrics = StepMetrics(
+            step=self._step,
+            tokens=self._step * self._config.batch_size,
+            loss=result.loss,
+            aux_loss=result.aux_loss,
+            fve=fve_prefixes[-1],
+            fve_prefixes=fve_prefixes,
+            l0_core=result.l0_core,
+            l0_noncore=result.l0_noncore,
+            l0_core_inference=at_inference.l0_core,
+            l0_noncore_inference=at_inference.l0_noncore,
+            fve_inference=at_inference.fve,
+            dead_groups=learner.dead_groups(),
+            threshold=None if learner.threshold is None else learner.threshold * self._scale,
+            grad_norm=result.grad_norm,
+            lr=learner.optimiser.param_groups[0]["lr"],
+        )
         self._last[learner.name] = metrics
         self._logs[learner.name].write(metrics, rate)
 
     def _note_endings(self, learners: list[Learner]) -> None:
         for learner in learners:
-            if learner.state is not State.TRAINING:
-                console.print(
-                    f"[yellow]{learner.name} {learner.state} after step {learner.ended_at}[/]: {learner.cause}"
-                )
+            if learner.state is not TrainState.TRAINING:
+                self._progress.warn(f"{learner.name} {learner.state} after step {learner.ended_at}: {learner.cause}.")
 
     def _where(self, name: str) -> Path:
         return self._directory / name
 
 
-def read_outcome(directory: Path) -> Outcome:
-    """Return how the training of the SAE in a directory ended."""
-    path = directory / STATUS
-    try:
-        status = json.loads(path.read_text(encoding="utf8"))
-        state = State(status["state"])
-        return Outcome(directory.name, directory, state, status["step"], status["cause"], status["metrics"])
-    except FileNotFoundError:
-        raise CheckpointError(f"{directory} holds no finished training: {path} is missing.") from None
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is not the status of a training run: {error}.") from error
-
-
-def _judged(outcomes: list[Outcome]) -> list[Outcome]:
-    """Return the outcomes, unless there is nothing to go on with."""
-    first = outcomes[0]
-    if all(outcome.state is State.DIVERGED for outcome in outcomes):
+def _require_one_usable(results: list[TrainResult]) -> list[TrainResult]:
+    """Return the results, unless every training diverged."""
+    first = results[0]
+    if all(result.state is TrainState.DIVERGED for result in results):
         raise TrainingError(
             f"Training diverged after step {first.step}: {first.cause}. The SAE as it was after that step is saved in "
             f"{first.directory}. Try a lower lr, a longer warm-up, or a smaller k, in a new directory."
         )
-    return outcomes
+    return results
 
 
-def geometric_median(x_BD: Tensor, n_iterations: int = 50) -> Tensor:
-    """Return the point with the least summed distance to the rows, by Weiszfeld's iteration."""
-    median_D = x_BD.mean(0)
-    for _ in range(n_iterations):
-        weights_B = 1 / (x_BD - median_D).norm(dim=1).clamp_min(1e-8)
-        median_D = (weights_B[:, None] * x_BD).sum(0) / weights_B.sum()
-    return median_D
-
-
-def _first_look(stream: ActivationStream, n_batches: int) -> tuple[float, Tensor]:
-    """Return the scale √mean‖x‖² of the first batches, and the geometric median of the first on that scale."""
-    first_BD = next(stream)
-    total = 0.0
-    for step in range(1, n_batches + 1):
-        x_BD = first_BD if step == 1 else next(stream)
-        total += float(x_BD.square().sum(1).mean(dtype=torch.float64))
-        if not math.isfinite(total):
-            raise _not_finite(step)
-    if total == 0:
-        raise TrainingError(f"The activations of the first {n_batches} batches are all zero. Check the store.")
-    scale = math.sqrt(total / n_batches)
-    return scale, geometric_median(first_BD / scale)
-
-
-def _variance(x_BD: Tensor, step: int) -> float:
-    """Return the batch's variance about its mean, summed over dimensions."""
-    variance = float((x_BD - x_BD.mean(0)).square().sum(1).mean())
-    if not math.isfinite(variance):
-        raise _not_finite(step)
-    if variance == 0:
-        raise TrainingError(
-            f"The {len(x_BD)} activations of step {step} are all the same: there is no variance to explain. Use a "
-            "larger batch_size, or check the store."
-        )
-    return variance
-
-
-def _not_finite(step: int) -> TrainingError:
-    return TrainingError(
-        f"The batch of step {step} holds activations that are not finite. Check the store; training goes on from "
-        "before that step when the same command is run again."
-    )
-
-
-def _note(results: list[tuple[Learner, BatchResult]], variance: float) -> str:
+def _note(results: list[tuple[Learner, BatchResult]], batch_variance: float) -> str:
     """Return the first learner's state in a few words."""
     learner, result = results[0]
-    fve = 1 - float(result.prefix_errors[-1]) / variance
+    fve = fraction_explained(float(result.prefix_errors[-1]), batch_variance)
     name = f"{learner.name} " if len(results) > 1 else ""
     return f"{name}loss {result.loss:.3f} fve {fve:.3f} L0 {result.l0_core:.0f}+{result.l0_noncore:.0f}"
 
 
-def _check(members: Sequence[Member], config: TrainConfig, stream: ActivationStream) -> None:
-    names = [member.name for member in members]
-    taken = ("config.json", CHECKPOINT)
+def _require_trainable(specs: Sequence[SAESpec], config: TrainConfig, stream: ActivationStream) -> None:
+    names = [spec.name for spec in specs]
+    taken = (layout.SETTINGS, layout.CHECKPOINT)
     if not names or len(set(names)) != len(names) or any(not _is_plain(name) or name in taken for name in names):
         raise ConfigError(
             f"Each SAE needs a name of its own, for its directory: not empty, without '/', not beginning with a dot, "
             f"and not {' or '.join(taken)}; got {names}."
         )
-    for member in members:
-        if member.sae.d_model != stream.d_model:
+    for spec in specs:
+        if spec.sae.d_model != stream.d_model:
             raise ConfigError(
-                f"{member.name}: d_model = {member.sae.d_model}, but the activations have width {stream.d_model}."
+                f"{spec.name}: d_model = {spec.sae.d_model}, but the activations have width {stream.d_model}."
             )
     require_sinks(config.log_to)
     if stream.batch_size != config.batch_size:

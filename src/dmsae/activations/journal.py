@@ -1,0 +1,149 @@
+"""What a store records about itself: the journal of its finished files, and the seal that makes it complete.
+
+    request.json                what the store is made from
+    shards.jsonl                the journal: one line per finished file, with rows, checksum and what was dropped
+    store.json                  the seal, written last: checksums of the two above and of itself
+
+Nothing here imports torch: listing stores should be fast.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dmsae.activations.splits import Split
+from dmsae.config import Json, to_dict
+from dmsae.disk import layout
+from dmsae.disk.files import canonical_hash, sha256_of, write_json
+from dmsae.errors import StoreCorruptError, StoreError
+from dmsae.progress import SILENT, Progress
+
+FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One finished file of a store."""
+
+    file: str
+    rows: int
+    sha256: str
+    dropped: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The content of `store.json`, apart from its own checksum."""
+
+    format: int
+    d_model: int
+    journal_sha256: str
+    request_sha256: str
+
+
+def journal_line(record: FileRecord) -> str:
+    """Return a record as one line of the journal."""
+    return json.dumps(to_dict(record)) + "\n"
+
+
+def journal_bytes(records: Iterable[FileRecord]) -> bytes:
+    """Return a whole journal."""
+    return "".join(map(journal_line, records)).encode()
+
+
+def read_journal(store: Path) -> list[FileRecord]:
+    """Return the finished files; a last line that a crash cut short is ignored."""
+    path = store / layout.STORE_JOURNAL
+    if not path.is_file():
+        return []
+    try:
+        lines = path.read_text(encoding="utf8").split("\n")[:-1]
+        return [FileRecord(**json.loads(line)) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise StoreCorruptError(f"{path} is damaged: {error}. {remedy(store)}") from error
+
+
+def unchanged(store: Path, records: list[FileRecord], progress: Progress = SILENT) -> list[FileRecord]:
+    """Return the finished files that are still as they were written; the others must be made again."""
+    intact = []
+    with progress.bar("check finished files", len(records), "files") as bar:
+        for record in records:
+            file = store / record.file
+            if file.is_file() and sha256_of(file) == record.sha256:
+                intact.append(record)
+            bar.advance(1)
+    return intact
+
+
+def in_order(records: Iterable[FileRecord]) -> list[FileRecord]:
+    """Return tokens first, then the splits in their order, shard by shard."""
+
+    def place(record: FileRecord) -> tuple[bool, int, str]:
+        folder, name = record.file.split("/")
+        is_shard = folder != layout.TOKENS
+        split = Split(folder if is_shard else name.removesuffix(".safetensors"))
+        return is_shard, list(Split).index(split), name
+
+    return sorted(records, key=place)
+
+
+def rows_by_split(records: Iterable[FileRecord]) -> dict[Split, int]:
+    """Return how many rows the shards of each split hold."""
+    rows = dict.fromkeys(Split, 0)
+    for record in records:
+        folder = record.file.split("/")[0]
+        if folder != layout.TOKENS:
+            rows[Split(folder)] += record.rows
+    return rows
+
+
+def write_seal(store: Path, d_model: int) -> None:
+    """Declare a store complete."""
+    journal, request = (sha256_of(store / name) for name in (layout.STORE_JOURNAL, layout.STORE_REQUEST))
+    facts: Json = to_dict(Seal(FORMAT, d_model, journal, request))
+    write_json(store / layout.STORE_COMPLETE, facts | {"facts_sha256": canonical_hash(facts)})
+
+
+def read_seal(store: Path) -> Seal:
+    """Return the seal of a store that is complete and whose small files are as they were written."""
+    if not (store / layout.STORE_REQUEST).is_file():
+        raise StoreError(f"There is no store at {store}. 'dmsae store list' shows those that exist.")
+    if not (store / layout.STORE_COMPLETE).is_file():
+        raise StoreError(
+            f"The store {store} is not complete. Run the same 'dmsae harvest' or 'dmsae store import' again to finish "
+            "it."
+        )
+    facts = read_json(store / layout.STORE_COMPLETE)
+    if facts.pop("facts_sha256", None) != canonical_hash(facts):
+        raise _changed(store, layout.STORE_COMPLETE)
+    if facts["format"] != FORMAT:
+        raise StoreError(f"The store {store} has format {facts['format']}; this version reads format {FORMAT}.")
+    seal = Seal(**facts)
+    for name, expected in (
+        (layout.STORE_JOURNAL, seal.journal_sha256),
+        (layout.STORE_REQUEST, seal.request_sha256),
+    ):
+        if not (store / name).is_file() or sha256_of(store / name) != expected:
+            raise _changed(store, name)
+    return seal
+
+
+def read_json(path: Path) -> Json:
+    """Return a JSON object of a store."""
+    try:
+        value = json.loads(path.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise StoreCorruptError(f"{path} is not readable JSON: {error}. {remedy(path.parent)}") from error
+    if not isinstance(value, dict):
+        raise StoreCorruptError(f"{path} holds a {type(value).__name__}, not an object. {remedy(path.parent)}")
+    return value
+
+
+def remedy(store: Path) -> str:
+    """Return what to do about a damaged store."""
+    return f"Run 'dmsae store remove {store.name} --root {store.parent}' and make the store again."
+
+
+def _changed(store: Path, name: str) -> StoreCorruptError:
+    return StoreCorruptError(f"{store / name} has changed since it was written. {remedy(store)}")

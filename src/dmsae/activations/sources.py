@@ -1,0 +1,159 @@
+"""Where activations come from: a store on disk, the model itself, or arrays in memory.
+
+A source gives its rows in blocks. In the first epoch a store and a live source go through the same contexts in the
+same order, so both give the same batches, up to the rounding of the stored dtype.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dmsae.activations.arrays import Array, ArrayRows
+from dmsae.activations.dtypes import to_stored
+from dmsae.activations.harvest import Harvest
+from dmsae.activations.shards import ShardMaker
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store
+from dmsae.config import Json, require_whole, to_dict
+from dmsae.errors import StoreError
+from dmsae.progress import SILENT, Progress
+from dmsae.seeds import generator
+
+
+class ActivationSource(Protocol):
+    """Something that gives activations in blocks, epoch after epoch."""
+
+    @property
+    def d_model(self) -> int:
+        """Width of the activations."""
+
+    @property
+    def facts(self) -> Json:
+        """What the activations are made from; recorded in everything that is trained on them."""
+
+    def block(self, epoch: int, index: int, seed: int) -> Tensor | None:
+        """Return a block's rows [n, D] in any float dtype, or None past the end of the epoch."""
+
+
+def as_source(data: "ActivationSource | Store | Array") -> "ActivationSource":
+    """Return the source that a store, an array or a tensor stands for; a source is returned as it is."""
+    if isinstance(data, Store):
+        return StoreSource(data)
+    return ArraySource(data) if isinstance(data, np.ndarray | Tensor) else data
+
+
+class StoreSource:
+    """A block is a few shards from disk. From the second epoch on, the order of shards changes with the seed."""
+
+    def __init__(self, store: Store, mix_shards: int = 4) -> None:
+        require_whole("mix_shards", mix_shards, 1)
+        self._store, self._mix = store, mix_shards
+        self._shards = store.shards(Split.TRAIN)
+        if not self._shards:
+            raise StoreError(f"The store {store.key} holds no training activations. Harvest with train_tokens > 0.")
+
+    @property
+    def d_model(self) -> int:
+        """Width of the activations."""
+        return self._store.d_model
+
+    @property
+    def facts(self) -> Json:
+        """The store's key and its model."""
+        return {"store": self._store.key, "model": to_dict(self._store.model)}
+
+    def block(self, epoch: int, index: int, seed: int) -> Tensor | None:
+        """Return the rows of a few shards, every byte of them verified."""
+        order = list(range(len(self._shards)))
+        if epoch:
+            mixed = torch.randperm(len(order), generator=generator(seed, "shards", epoch))
+            order = mixed.tolist()
+        chosen = order[index * self._mix : (index + 1) * self._mix]
+        return torch.cat([self._store.read(self._shards[i])["x"] for i in chosen]) if chosen else None
+
+
+class LiveSource:
+    """A block comes straight from the model, for corpora that do not fit on the disk; nothing is stored.
+
+    An epoch is `train_tokens` rows, or the corpus if that is smaller; its order depends on the seed of the harvest.
+    Going back to an earlier block, or resuming in the middle, tokenises the text up to there again but runs the model
+    only on the block that was asked for.
+    """
+
+    def __init__(self, harvest: Harvest, mix_shards: int = 4, progress: Progress = SILENT) -> None:
+        require_whole("mix_shards", mix_shards, 1)
+        self._harvest, self._mix, self._progress = harvest, mix_shards, progress
+        self._maker = ShardMaker(harvest.model, harvest.config)
+        self._shards: Iterator[tuple[Tensor, int]] = iter(())
+        self._next = (-1, 0)
+        self._has_warned = False
+
+    @property
+    def d_model(self) -> int:
+        """Width of the activations."""
+        return self._harvest.d_model
+
+    @property
+    def facts(self) -> Json:
+        """The request of the harvest, and its model."""
+        return {"live": to_dict(self._harvest.request), "model": to_dict(self._harvest.identity)}
+
+    def block(self, epoch: int, index: int, seed: int) -> Tensor | None:
+        """Return the rows of a few shards, computed now."""
+        if self._next != (epoch, index):
+            self._shards = islice(self._token_shards(), index * self._mix, None)
+        self._next = (epoch, index + 1)
+        rows = [
+            self._maker.make(Split.TRAIN, tokens, quota, index * self._mix + i)[0]["x"]
+            for i, (tokens, quota) in enumerate(islice(self._shards, self._mix))
+        ]
+        return torch.cat(rows) if rows else None
+
+    def _token_shards(self) -> Iterator[tuple[Tensor, int]]:
+        """Yield the tokens and row count of each shard of the training split."""
+        config, n_rows = self._harvest.config, 0
+        train = (one for one in self._harvest.assigned_contexts() if one.split is Split.TRAIN)
+        while shard := list(islice(train, config.shard_contexts(Split.TRAIN))):
+            count = sum(one.n_rows for one in shard)
+            n_rows += count
+            yield torch.from_numpy(np.stack([one.context.tokens_L for one in shard])), count
+        if n_rows < config.train_tokens and not self._has_warned:
+            self._has_warned = True
+            self._progress.warn(
+                f"The corpus {config.text.source!r} holds {n_rows:,} of the {config.train_tokens:,} training "
+                "activations asked for; it will be repeated as needed."
+            )
+
+
+class ArraySource:
+    """A block is some rows of an array or tensor [n, D] in memory, which are shuffled anew in each epoch."""
+
+    def __init__(self, x: Array, block_rows: int = 65_536) -> None:
+        require_whole("block_rows", block_rows, 1)
+        self._rows, self._block_rows = ArrayRows("x", x), block_rows
+        for chunk in self._rows.chunks(block_rows):  # checks every row, before any of them is trained on
+            to_stored(chunk, "float32", "x", "Scale it down.")
+        self._order: tuple[tuple[int, int], Tensor] | None = None
+
+    @property
+    def d_model(self) -> int:
+        """Width of the activations."""
+        return self._rows.width
+
+    @cached_property
+    def facts(self) -> Json:
+        """A hash of the values, and how many rows there are."""
+        return {"arrays": {"sha256": self._rows.sha256(), "rows": len(self._rows)}}
+
+    def block(self, epoch: int, index: int, seed: int) -> Tensor | None:
+        """Return the rows at a stretch of the epoch's random order."""
+        if self._order is None or self._order[0] != (epoch, seed):
+            shuffled = torch.randperm(len(self._rows), generator=generator(seed, "array", epoch))
+            self._order = (epoch, seed), shuffled
+        chosen = self._order[1][index * self._block_rows : (index + 1) * self._block_rows]
+        return self._rows.take(chosen) if len(chosen) else None

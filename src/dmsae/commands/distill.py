@@ -1,0 +1,120 @@
+"""`dmsae distill`: the whole of Algorithm 1, harvest included."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from dmsae.activations.catalog import is_complete
+from dmsae.activations.harvest import Harvest
+from dmsae.activations.request import HarvestConfig
+from dmsae.activations.sources import ActivationSource, LiveSource
+from dmsae.activations.store import Store, open_store
+from dmsae.commands.output import number, out
+from dmsae.commands.recipes import read_sections, warn_of_train_table
+from dmsae.commands.results import print_length
+from dmsae.commands.terminal import TERMINAL
+from dmsae.disk import layout
+from dmsae.disk.run import require_claimable
+from dmsae.distillation.distill import CycleReport, Distillation, DistillConfig, distill, run_settings
+from dmsae.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DistillCommand:
+    """Distill a core: train, score, select, restart with only the selected encoder rows, and intersect the last two.
+
+    Harvests the activations first if they are not there. Run the same command again to resume.
+    """
+
+    out: Path
+    """Directory for the run."""
+    config: Annotated[DistillConfig, tyro.conf.arg(name="")] = field(default_factory=DistillConfig)
+    harvest: HarvestConfig = field(default_factory=HarvestConfig)
+    store: str = ""
+    """Key of an existing store. Empty: the one that the harvest settings describe."""
+    live: bool = False
+    """Keep no training activations on disk: run the model again for every cycle. For corpora that do not fit."""
+    recipe: str = ""
+    """Take the settings from a recipe: one that ships with dmsae, by name, or a .toml file. Flags win."""
+    root: Path | None = None
+    """Directory of stores."""
+
+    def __post_init__(self) -> None:
+        if self.live and self.store:
+            raise ConfigError("--live trains on what the harvest settings describe: leave out --store.")
+
+
+def command(recipe: str) -> DistillCommand:
+    """Return the command with the defaults of a recipe."""
+    ask: Any = tyro.MISSING
+    sections = read_sections(recipe)
+    return DistillCommand(out=ask, config=sections.distill, harvest=sections.harvest, recipe=recipe)
+
+
+def run(command: DistillCommand) -> None:
+    """Distill, printing a line per cycle, and then the result."""
+    command.config.sae(d_model=1, n_core=0)  # impossible shapes are refused before anything is harvested
+    warn_of_train_table(command.recipe, "distill", TERMINAL)
+    source = LiveSource(Harvest(command.harvest, command.root, TERMINAL), progress=TERMINAL) if command.live else None
+    store = _store(command, source)
+    TERMINAL.note(f"Store {store.key}: {store.model.name} at {store.model.hook}")
+    print_length(command.config.train, None if source else store)
+    done = distill(command.config, store, command.out, _CyclePrinter(), source=source, progress=TERMINAL)
+    out.print()
+    show_distillation(done)
+    distilled = command.out / layout.DISTILLED
+    out.print(f"\nThe core is in {distilled}. Look at it: dmsae core show {command.out}")
+
+
+def _store(command: DistillCommand, source: ActivationSource | None) -> Store:
+    """Return the store to score and train on, harvested if need be."""
+    if command.store:
+        TERMINAL.note("--store names a store: the harvest settings are not used.")
+        return open_store(command.store, command.root)
+    wanted = replace(command.harvest, train_tokens=0) if source else command.harvest
+    harvest = Harvest(wanted, command.root, TERMINAL)
+    if not is_complete(harvest.path):  # a directory of another run is refused before the long work, not after it
+        settings = run_settings(command.config, harvest.path.name, harvest.identity, source)
+        require_claimable(command.out, settings)
+    return harvest.run()
+
+
+def show_distillation(done: Distillation) -> None:
+    """Print what persisted."""
+    last, before = done.cores[-1], done.cores[-2]
+    out.print(
+        f"Distilled core: {len(done.distilled)} latents, in both of the last cores ({len(before)} and {len(last)}).",
+        style="bold",
+    )
+    if not len(done.distilled):
+        out.print("No latent was selected twice. Try a larger k, more tokens per cycle, or a higher coverage.")
+        return
+    births = ", ".join(f"{count} from cycle {cycle}" for cycle, count in done.distilled.births().items())
+    out.print(f"Born: {births}.")
+    report = done.reports[-1]
+    if report.n_frozen and report.l0_core > 0.5 * report.n_frozen:
+        TERMINAL.warn(
+            f"In the last cycle {report.l0_core:.0f} of its {report.n_frozen} core latents fired on the average token. "
+            "Compare such SAEs at their measured total L0, and beside a random core."
+        )
+
+
+class _CyclePrinter:
+    """Prints a header once, then a line for each cycle as it ends."""
+
+    _widths = (5, 5, 5, 5, 7, 16, 7, 10)
+
+    def __call__(self, report: CycleReport) -> None:
+        if report.cycle == 0:
+            self._line("cycle", "core", "kept", "new", "dropped", "L0 of the core", "FVE", "train loss")
+        share = f"{report.l0_core:.1f} of {report.n_frozen}" if report.n_frozen else "–"
+        if report.n_frozen:
+            share += f" ({100 * report.l0_core / report.n_frozen:.0f} %)"
+        core = report.core
+        counts = (str(value) for value in (report.cycle, core.size, core.kept, core.new, core.dropped))
+        self._line(*counts, share, number(report.heldout_fve), number(report.train_loss))
+
+    def _line(self, *cells: str) -> None:
+        out.print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, self._widths, strict=True)))

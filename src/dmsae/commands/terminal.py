@@ -1,0 +1,87 @@
+"""Progress that a person can read: a live bar on a terminal, a line now and then in a log file.
+
+Progress and notes go to standard error; results go to standard output (`output.py`).
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from dmsae import progress
+from dmsae.progress import human_seconds
+
+console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+_SECONDS_BETWEEN_LINES = 20.0
+
+
+class _Bar:
+    """A bar that is drawn live, or printed as a line every so often when there is nowhere to draw it."""
+
+    def __init__(self, what: str, total: int, unit: str, live: Progress | None, task: TaskID | None) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._live, self._task = live, task
+        self._done = self._resumed = 0
+        self._note = ""
+        self._start = self._last_line = time.monotonic()
+
+    def skip(self, count: int) -> None:
+        self._resumed += count
+        self.advance(count)
+
+    def advance(self, count: int, note: str = "") -> None:
+        self._done += count
+        self._note = note or self._note
+        elapsed = time.monotonic() - self._start
+        rate = (self._done - self._resumed) / elapsed if elapsed > 0 else 0.0
+        shown = f"{_short(rate)} {self._unit}/s {self._note}".rstrip()
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, completed=self._done, rate=shown)
+        elif time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            left = (self._total - self._done) / rate if rate else 0.0
+            percent = 100 * self._done / max(self._total, 1)
+            console.print(
+                f"{self._what}: {percent:.0f} % of {_short(self._total)}, {shown}, {human_seconds(left)} left"
+            )
+
+
+class _Terminal:
+    """The command line's `Progress`."""
+
+    @contextmanager
+    def bar(self, what: str, total: int, unit: str) -> Iterator[progress.Bar]:
+        if not sys.stderr.isatty():
+            yield _Bar(what, total, unit, None, None)
+            return
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}", markup=False),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console, transient=True) as live:
+            yield _Bar(what, total, unit, live, live.add_task(what, total=total, rate=""))
+
+    def note(self, message: str) -> None:
+        console.print(message)
+
+    def warn(self, message: str) -> None:
+        console.print(f"Warning: {message}", style="yellow")
+
+
+TERMINAL: progress.Progress = _Terminal()
+"""What every command passes to the library."""
+
+
+def _short(count: float) -> str:
+    for unit in ("", "k", "M"):
+        if abs(count) < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}G"

@@ -1,0 +1,65 @@
+"""`dmsae transfer`: new SAEs from a core."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from dmsae.activations.harvest import Harvest
+from dmsae.activations.request import HarvestConfig
+from dmsae.activations.sources import LiveSource
+from dmsae.activations.store import open_store
+from dmsae.commands.output import out
+from dmsae.commands.recipes import read_sections, warn_of_train_table
+from dmsae.commands.results import print_length, print_results
+from dmsae.commands.terminal import TERMINAL
+from dmsae.cores.core import Core
+from dmsae.distillation.transfer import TransferConfig, transfer
+from dmsae.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TransferCommand:
+    """Train new SAEs from a core, at many sparsities at once, beside random cores and baselines if asked.
+
+    All of them share one stream of activations and one seed. Run the same command again to resume.
+    """
+
+    core: Path
+    """A distillation run, or a directory with a core in it."""
+    out: Path
+    """Directory for the SAEs."""
+    config: Annotated[TransferConfig, tyro.conf.arg(name="")] = field(default_factory=TransferConfig)
+    store: str = ""
+    """Key of the store to train on. Empty: the one that the core was distilled from."""
+    live: bool = False
+    """Train on activations straight from the model, as the harvest settings describe them; none are kept."""
+    harvest: HarvestConfig = field(default_factory=HarvestConfig)
+    recipe: str = ""
+    """Take the settings from a recipe: one that ships with dmsae, by name, or a .toml file. Flags win."""
+    root: Path | None = None
+    """Directory of stores."""
+
+    def __post_init__(self) -> None:
+        if self.live and self.store:
+            raise ConfigError("--live trains on what the harvest settings describe: leave out --store.")
+
+
+def command(recipe: str) -> TransferCommand:
+    """Return the command with the defaults of a recipe."""
+    ask: Any = tyro.MISSING
+    sections = read_sections(recipe)
+    return TransferCommand(core=ask, out=ask, config=sections.transfer, harvest=sections.harvest, recipe=recipe)
+
+
+def run(command: TransferCommand) -> None:
+    """Train SAEs from a core and print how each ended."""
+    warn_of_train_table(command.recipe, "transfer", TERMINAL)
+    core = Core.load(command.core)
+    store = open_store(command.store or core.provenance.store, command.root)
+    source = LiveSource(Harvest(command.harvest, command.root, TERMINAL), progress=TERMINAL) if command.live else None
+    print_length(command.config.train, None if source else store)
+    results = transfer(command.config, core, store, command.out, source=source, progress=TERMINAL)
+    out.print(f"SAEs of width {command.config.width:,} from a core of {len(core)} latents, in {command.out}:")
+    print_results(results, store)

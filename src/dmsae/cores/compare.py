@@ -1,0 +1,90 @@
+"""How two cores, or two scorings of one SAE, differ."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmsae.cores.attribution import Attribution
+from dmsae.cores.core import Core
+from dmsae.cores.selection import select_core
+from dmsae.errors import AttributionError, ConfigError
+
+
+class CarryOver(NamedTuple):
+    """How a core differs from the one before it."""
+
+    size: int
+    """Latents in the core."""
+    kept: int
+    """Those that were in the one before."""
+    new: int
+    """Those that were not."""
+    dropped: int
+    """Latents of the one before that are gone."""
+
+
+def carry_over(current: Core, previous: Core | None) -> CarryOver:
+    """Return how many latents a core kept, gained and lost."""
+    before = set() if previous is None else set(previous.identities)
+    kept = len(before & set(current.identities))
+    return CarryOver(len(current), kept, len(current) - kept, len(before) - kept)
+
+
+class Nearest(NamedTuple):
+    """For each latent of one core, the one of another whose encoder row points most nearly the same way."""
+
+    cosine_C: Tensor
+    index_C: Tensor
+
+
+def nearest_in(core: Core, other: Core) -> Nearest:
+    """Return the nearest latent of `other` for each of `core`; both must be of one width and not empty."""
+    if core.encoder_CD.shape[1] != other.encoder_CD.shape[1]:
+        widths = f"{core.encoder_CD.shape[1]} and {other.encoder_CD.shape[1]}"
+        raise ConfigError(f"The cores are of activations of other widths ({widths}) and cannot be compared.")
+    ours, theirs = (torch.nn.functional.normalize(one.encoder_CD, dim=1) for one in (core, other))
+    return Nearest(*(ours @ theirs.T).max(dim=1))
+
+
+def n_identical_rows(core: Core, other: Core) -> int:
+    """Return how many encoder rows of a core are in the other, to the bit."""
+    rows = {row.numpy().tobytes() for row in other.encoder_CD}
+    return sum(row.numpy().tobytes() in rows for row in core.encoder_CD)
+
+
+class Agreement(NamedTuple):
+    """How far two scorings agree, on the latents that both scored."""
+
+    n_latents: int
+    """Latents that both scored."""
+    spearman: float | None
+    """Rank correlation of the scores; None when one of them is the same for all."""
+    n_first: int
+    """Latents that the first selects at this coverage."""
+    n_second: int
+    """Latents that the second selects."""
+    n_both: int
+    """Latents that both select."""
+    jaccard: float
+    """Latents that both select, as a share of those that either does."""
+
+
+def agreement(first: Attribution, second: Attribution, coverage: float) -> Agreement:
+    """Return how far two scorings of the same SAE agree, and the cores that each would select."""
+    shared = torch.tensor(sorted(set(first.latents_P.tolist()) & set(second.latents_P.tolist())), dtype=torch.int64)
+    if not len(shared):
+        raise AttributionError("The two scorings have no latent in common: they cannot be compared.")
+    scores = [a.scores_P[torch.searchsorted(a.latents_P, shared)] for a in (first, second)]
+    one, other = (set(select_core(values, coverage).tolist()) for values in scores)
+    both = len(one & other)
+    return Agreement(len(shared), spearman(*scores), len(one), len(other), both, both / len(one | other))
+
+
+def spearman(first: Tensor, second: Tensor) -> float | None:
+    """Return the rank correlation of two vectors, equal values sharing their mean rank; None if one is constant."""
+    from scipy.stats import spearmanr
+
+    if any(len(values.unique()) < 2 for values in (first, second)):
+        return None
+    return float(spearmanr(first.numpy(), second.numpy()).statistic)

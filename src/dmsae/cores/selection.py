@@ -1,0 +1,100 @@
+"""Which candidates become the core (the paper's Algorithm 2, last step), and what is distilled from two of them."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dmsae.config import require
+from dmsae.cores.attribution import Attribution
+from dmsae.cores.core import Core, Lineage, Provenance
+from dmsae.errors import AttributionError, CheckpointError, ConfigError
+from dmsae.sae.sae import SAE
+
+
+def require_coverage(coverage: float) -> None:
+    """Raise unless a coverage τ lies in (0, 1]."""
+    require(0 < coverage <= 1, "coverage", coverage, "be above 0 and at most 1")
+
+
+def select_core(scores_P: Tensor, coverage: float) -> Tensor:
+    """Return the fewest candidates that hold `coverage` of all attribution, highest first, as indices into the scores.
+
+    Of equal scores the lower index goes first. A coverage of 1 takes every candidate with a positive score.
+
+    >>> dmsae.select_core(torch.tensor([0.1, 5.0, 0.0, 3.0]), coverage=0.9).tolist()
+    [1, 3]
+    """
+    require_coverage(coverage)
+    if not torch.isfinite(scores_P).all() or not (scores_P >= 0).all() or not scores_P.any():
+        raise AttributionError(
+            "The attribution scores are all zero, or some are negative or not finite: no core can be selected."
+        )
+    ordered, order = scores_P.double().sort(descending=True, stable=True)
+    # At 1 a sum would stop early: the smallest scores vanish in the rounding of the largest.
+    if coverage == 1:
+        return order[: int((ordered > 0).sum())]
+    cumulative = ordered.cumsum(0)
+    return order[: int((cumulative < coverage * cumulative[-1]).sum()) + 1]
+
+
+def next_core(
+    previous: Core | None,
+    sae: SAE,
+    attribution: Attribution,
+    cycle: int,
+    coverage: float,
+    provenance: Provenance,
+) -> Core:
+    """Return the core selected after a cycle.
+
+    `previous` is the core that the cycle's SAE was trained with: its latents keep their lineage and rows. The others,
+    and all of them when there is none, are born now.
+    """
+    if previous is not None:
+        _require_trained_with(previous, sae, cycle)
+    if int(attribution.latents_P.max()) >= sae.config.prefixes[0]:
+        raise AttributionError(
+            f"Latent {int(attribution.latents_P.max())} was scored, but the SAE's candidates are the first "
+            f"{sae.config.prefixes[0]}: the scores belong to another SAE."
+        )
+    chosen = select_core(attribution.scores_P, coverage)
+    slots = attribution.latents_P[chosen]
+    n_core, n_pool = sae.config.n_core, sae.config.prefixes[0]
+    pool_PD = torch.cat([sae.W_enc_core, sae.W_enc_noncore[: n_pool - n_core]]).detach().cpu().float()
+    return Core(
+        encoder_CD=pool_PD[slots],
+        scores_C=attribution.scores_P[chosen].double(),
+        slots_C=slots,
+        lineage=tuple(_lineage(previous, slot, cycle) for slot in slots.tolist()),
+        cycle=cycle,
+        provenance=provenance,
+    )
+
+
+def _require_trained_with(core: Core, sae: SAE, cycle: int) -> None:
+    if cycle != core.cycle + 1:
+        raise ConfigError(f"cycle is {cycle}; the core selected after cycle {core.cycle} is that of {core.cycle + 1}.")
+    if not torch.equal(sae.W_enc_core.cpu().float(), core.encoder_CD):
+        raise CheckpointError(
+            f"The SAE of cycle {cycle} was not trained with the core selected after cycle {core.cycle}: it holds "
+            f"{sae.config.n_core} core rows, the core {len(core)}, and they are not the same. Give the SAE's own core."
+        )
+
+
+def _lineage(previous: Core | None, slot: int, cycle: int) -> Lineage:
+    if previous is None or slot >= len(previous):
+        return Lineage(cycle, slot, (cycle,))
+    known = previous.lineage[slot]
+    return replace(known, selected_in=(*known.selected_in, cycle))
+
+
+def distilled_core(last: Core, previous: Core) -> Core:
+    """Return `C* = C(T) ∩ C(T−1)`: the latents of the last core that were already in the one before, in its order."""
+    if last.cycle != previous.cycle + 1:
+        raise ConfigError(
+            f"The distilled core needs two successive cores; these were selected after cycles {previous.cycle} and "
+            f"{last.cycle}."
+        )
+    before = set(previous.identities)
+    return last.take([i for i, identity in enumerate(last.identities) if identity in before])

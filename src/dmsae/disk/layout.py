@@ -1,0 +1,77 @@
+"""The name of every file and folder that dmsae writes, and where they are by default.
+
+    <cache>/assets/<name>-<version>/     a bundled model or corpus          (text/assets.py)
+    <cache>/stores/<key>/                harvested activations              (activations/store.py)
+    <run>/                               a training, distillation or transfer
+
+docs/on-disk.md shows the same with what is inside each file.
+"""
+
+import os
+from pathlib import Path
+
+LOCK = ".lock"
+"""Held by the process that writes a store or a run."""
+
+ASSET_MANIFEST = "asset.json"
+
+# A store
+STORE_REQUEST = "request.json"
+STORE_JOURNAL = "shards.jsonl"
+STORE_COMPLETE = "store.json"
+TOKENS = "tokens"
+
+# A run
+SETTINGS = "config.json"
+CHECKPOINT = "checkpoint.safetensors"
+METRICS = "metrics.jsonl"
+TIMING = "timing.jsonl"
+STATUS = "status.json"
+TENSORBOARD = "tensorboard"
+FIDELITY = "fidelity.json"
+SUMMARY = "summary.json"
+AGREEMENT = "agreement.json"
+
+# Artifacts: `<name>.safetensors` and `<name>.json`; the SAE of a training or cycle is in a folder of the same name
+SAE = "sae"
+ATTRIBUTION = "attribution"
+ABLATION = "ablation"
+CORE = "core"
+DISTILLED = "distilled"
+
+
+def cache_directory() -> Path:
+    """Return where assets and stores live: `$DMSAE_CACHE`, else `dmsae` in the user's cache directory."""
+    if given := os.environ.get("DMSAE_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dmsae"
+
+
+def assets_directory() -> Path:
+    """Return where fetched assets live."""
+    return cache_directory() / "assets"
+
+
+def stores_directory() -> Path:
+    """Return where stores live unless a root is given."""
+    return cache_directory() / "stores"
+
+
+def token_file(split: str) -> str:
+    """Return the name, inside a store, of the file that holds a split's tokens."""
+    return f"{TOKENS}/{split}.safetensors"
+
+
+def shard_file(split: str, index: int) -> str:
+    """Return the name, inside a store, of a shard."""
+    return f"{split}/{index:05d}.safetensors"
+
+
+def cycle_directory(run: Path, cycle: int) -> Path:
+    """Return the folder of one cycle of a distillation."""
+    return run / f"cycle-{cycle}"
+
+
+def has_artifact(directory: Path, name: str) -> bool:
+    """Return whether an artifact has been written: its facts are written last."""
+    return (directory / f"{name}.json").is_file()

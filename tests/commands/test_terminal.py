@@ -1,0 +1,43 @@
+"""In a log file, progress is a line now and then, with a rate that counts only the work of this run."""
+
+import pytest
+
+from dmsae.commands.terminal import TERMINAL
+from dmsae.progress import SILENT, human_seconds
+
+
+def test_lines_come_now_and_then_with_rate_and_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("dmsae.commands.terminal.time.monotonic", lambda: clock[0])
+    with TERMINAL.bar("harvest", 1000, "tok") as bar:
+        bar.skip(500)
+        for _ in range(3):
+            clock[0] += 10
+            bar.advance(100, "fine")
+    lines = capsys.readouterr().err.splitlines()
+    # 200 in 20 s without the 500 that were skipped; the third step comes too soon after that line to print another.
+    assert lines == ["harvest: 70 % of 1k, 10 tok/s fine, 30 s left"]
+
+
+def test_notes_and_warnings_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    TERMINAL.note("a [bracketed] fact")
+    TERMINAL.warn("look at this")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == ["a [bracketed] fact", "Warning: look at this"]
+
+
+def test_silence_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with SILENT.bar("train", 3, "steps") as bar:
+        bar.skip(1)
+        bar.advance(2, "fine")
+    SILENT.note("a fact")
+    SILENT.warn("look at this")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5400, "1.5 h")])
+def test_human_seconds(seconds: float, text: str) -> None:
+    assert human_seconds(seconds) == text
