@@ -1,14 +1,15 @@
 """The run directory: what it belongs to, and that one process at a time works in it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dmsae.disk.run import claimed, differences, read_settings
-from dmsae.errors import BusyError, CheckpointError, ConfigError
+from dmsae.disk.run import claimed, differences, read_settings, running_process
+from dmsae.errors import BusyError, CheckpointError, ConfigError, StoreError
 
 SETTINGS = {"lr": 0.1, "sae": {"k": 3, "prefixes": [1, 2]}}
 
@@ -106,3 +107,87 @@ def test_nested_differences_are_named_by_their_path() -> None:
     assert differences({"a": {"b": [1]}}, {"a": {"b": [1]}}) == []
     assert differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}}) == ["a.b: was 1, now 3", "c: was 2, now null"]
     assert differences({"a": {"b": 1}}, {"a": None}) == ['a: was {"b": 1}, now null']
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path, is_there: bool) -> None:
+    run = tmp_path / "runs" / "mine"
+    if is_there:
+        run.mkdir(parents=True)
+    with pytest.raises(StoreError), claimed(run, SETTINGS):
+        raise StoreError("no such store")
+    assert run.exists() == run.parent.exists() == is_there
+    assert not is_there or not contents(run)
+    with claimed(run, {"other": 1}):
+        pass
+
+
+def test_a_failure_later_on_keeps_what_was_done(tmp_path: Path) -> None:
+    with pytest.raises(StoreError), claimed(tmp_path / "begun", SETTINGS):
+        (tmp_path / "begun" / "metrics.jsonl").touch()
+        raise StoreError("the disk is gone")
+    assert read_settings(tmp_path / "begun") == SETTINGS
+    with claimed(tmp_path / "resumed", SETTINGS):
+        pass
+    with pytest.raises(StoreError), claimed(tmp_path / "resumed", SETTINGS):
+        raise StoreError("no such store")
+    assert read_settings(tmp_path / "resumed") == SETTINGS
+    with pytest.raises(KeyboardInterrupt), claimed(tmp_path / "interrupted", SETTINGS):
+        raise KeyboardInterrupt
+    assert read_settings(tmp_path / "interrupted") == SETTINGS
+
+
+def test_settings_that_may_change_are_brought_up_to_date(tmp_path: Path) -> None:
+    with claimed(tmp_path, {"cycles": 3, "k": 1}):
+        pass
+    with claimed(tmp_path, {"cycles": 5, "k": 1}, may_change=("cycles",)):
+        assert read_settings(tmp_path) == {"cycles": 5, "k": 1}
+    with (
+        pytest.raises(ConfigError, match="k: was 1, now 2"),
+        claimed(tmp_path, {"cycles": 6, "k": 2}, may_change=("cycles",)),
+    ):
+        pytest.fail("claimed a directory of another run")
+    assert read_settings(tmp_path) == {"cycles": 5, "k": 1}
+
+
+def test_another_kind_of_run_is_one_sentence(tmp_path: Path) -> None:
+    made = {
+        "a transfer": {"kind": "train", "made_from": {"transferred": "ab"}, "saes": {"dense-k4": {"k": 4}}},
+        "the training of one SAE": {"kind": "train", "made_from": {"store": "ab"}, "saes": {"sae": {"k": 4}}},
+        "a distillation": {"kind": "distill", "distill": {"k": 4}},
+        "one cycle of a distillation": {"kind": "train", "made_from": {"cycle": 1}},
+    }
+    for kind, settings in made.items():
+        directory = tmp_path / kind.replace(" ", "-")
+        with claimed(directory, settings):
+            pass
+        for other, wanted in made.items():
+            if other != kind:
+                with pytest.raises(ConfigError) as error, claimed(directory, wanted):
+                    pytest.fail("claimed a directory of another run")
+                assert str(error.value) == f"{directory} holds {kind}, and this is {other}: give a new directory."
+
+
+def test_a_folder_of_runs_suggests_them(tmp_path: Path) -> None:
+    for name in ("distill", "transfer"):
+        with claimed(tmp_path / name, {"kind": "train"}):
+            pass
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "config.json").write_text('{"trainer": {}}')
+    with pytest.raises(CheckpointError) as error:
+        read_settings(tmp_path)
+    assert str(error.value).endswith(f"Give one of {tmp_path / 'distill'}, {tmp_path / 'transfer'}.")
+    with pytest.raises(CheckpointError, match="there is no such directory"):
+        read_settings(tmp_path / "nowhere")
+
+
+def test_who_works_in_a_directory_is_told_without_disturbing(tmp_path: Path) -> None:
+    assert running_process(tmp_path) is None
+    with claimed(tmp_path, SETTINGS):
+        assert running_process(tmp_path) == running_process(tmp_path) == os.getpid()
+    assert running_process(tmp_path) is None
+    (tmp_path / ".lock").write_text("999999")  # killed: its pid is still there, its lock is not
+    assert running_process(tmp_path) is None
+    assert (tmp_path / ".lock").read_text() == "999999"
+    with claimed(tmp_path, SETTINGS):
+        pass
