@@ -85,8 +85,37 @@ def test_a_full_disk_keeps_the_last_checkpoint(checkpoint: Path) -> None:
     assert [file.name for file in checkpoint.parent.iterdir()] == [checkpoint.name]
 
 
+def leave_half(checkpoint: Path) -> None:
+    """Leave what a writer leaves that is killed: the hidden file through which safetensors writes."""
+    folder = checkpoint.with_name("checkpoint.safetensors.tmp")
+    folder.mkdir()
+    (folder / ".tmpAbCdEf").write_bytes(b"half")
+
+
+def test_everything_is_written_in_a_folder_that_can_be_removed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[Path] = []
+
+    def save(_tensors: object, place: Path, _metadata: object) -> None:
+        places.append(place)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", save)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(checkpoint, TENSORS, STATE)
+    assert places[0].parent == checkpoint.with_name("checkpoint.safetensors.tmp")
+    assert list(checkpoint.parent.iterdir()) == [checkpoint]
+
+
+def test_saving_takes_what_a_killed_writer_left(checkpoint: Path) -> None:
+    leave_half(checkpoint)
+    save_checkpoint(checkpoint, TENSORS, STATE)
+    assert list(checkpoint.parent.iterdir()) == [checkpoint]
+
+
 def test_removing_also_takes_what_a_killed_writer_left(checkpoint: Path) -> None:
-    checkpoint.with_name("checkpoint.safetensors.tmp").write_bytes(b"half")
+    leave_half(checkpoint)
     for _ in range(2):
         remove_checkpoint(checkpoint)
         assert list(checkpoint.parent.iterdir()) == []

@@ -6,6 +6,7 @@ says how far the stream has come.
 
 import json
 import os
+import shutil
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,25 +31,30 @@ def save_checkpoint(path: Path, tensors: "dict[str, Tensor]", state: Json) -> No
     text = json.dumps(state)
     sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
     metadata = {"state": text, "state_checksum": str(zlib.crc32(text.encode())), "checksums": json.dumps(sums)}
-    temporary = _temporary(path)
+    # In a folder of its own: safetensors writes through a hidden file of a random name, which a kill would leave.
+    folder = _temporary(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    written = folder / path.name
     try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
-        with temporary.open("rb") as file:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, written, metadata)
+        with written.open("rb") as file:
             os.fsync(file.fileno())
+        written.replace(path)
     except (SafetensorError, OSError) as error:
-        temporary.unlink(missing_ok=True)
         raise CheckpointError(
             f"{path} could not be written: {first_line(error)}. Make room on the disk and run the same command again: "
             "it resumes from the last checkpoint, if there is one."
         ) from error
-    temporary.replace(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     fsync_directory(path.parent)
 
 
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint, and what was left of one if its writer was killed."""
     path.unlink(missing_ok=True)
-    _temporary(path).unlink(missing_ok=True)
+    shutil.rmtree(_temporary(path), ignore_errors=True)
 
 
 def read_state(path: Path) -> Json:
@@ -81,6 +87,7 @@ def _read(path: Path, framework: str) -> "tuple[dict[str, Tensor], Json]":
 
 
 def _temporary(path: Path) -> Path:
+    """Return the folder in which a checkpoint is written before it takes its place."""
     return path.with_name(path.name + ".tmp")
 
 
