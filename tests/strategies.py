@@ -2,17 +2,20 @@
 
 from hypothesis import strategies as st
 
-from dmsae.sae.config import DenseCore, SAEConfig, SparseCore
+from dmsae.sae.config import DenseCore, DetectorCore, SAEConfig, SparseCore
 
 
 @st.composite
 def configs(draw: st.DrawFn, max_width: int, max_core: int, max_inner: int, max_d: int) -> SAEConfig:
-    """Draw any SAE of at most this size: no core, a dense or a sparse one, one prefix or several.
+    """Draw any SAE of at most this size: no core, a dense, sparse or detector one, one or several prefixes.
 
-    Beside a dense core, `k` is drawn apart from `k_noncore`: nothing but the latter may change what BatchTopK keeps.
+    Beside a core that does not compete, `k` is drawn apart from `k_noncore`: only the latter may change what BatchTopK
+    keeps.
     """
     width = draw(st.integers(2, max_width))
-    core = draw(st.one_of(st.none(), dense_cores(max_core, width), sparse_cores(max_core, width)))
+    dense = dense_cores(max_core, width)
+    detector = dense.map(lambda core: DetectorCore(core.n, core.k_noncore))
+    core = draw(st.one_of(st.none(), dense, sparse_cores(max_core, width), detector))
     inner = draw(st.sets(st.integers((core.n if core else 0) + 1, width), max_size=max_inner))
     return SAEConfig(
         d_model=draw(st.integers(2, max_d)),

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dmsae.distillation.transfer import TransferConfig, transfer
     from dmsae.errors import DmsaeError
     from dmsae.evaluation.fidelity import fidelity
-    from dmsae.sae.config import DenseCore, SAEConfig, SparseCore
+    from dmsae.sae.config import DenseCore, DetectorCore, SAEConfig, SparseCore
     from dmsae.sae.sae import SAE
     from dmsae.training.config import TrainConfig
     from dmsae.training.trainer import train
@@ -61,7 +61,7 @@ _HOMES = {
     "distillation.transfer": ("TransferConfig", "transfer"),
     "errors": ("DmsaeError",),
     "evaluation.fidelity": ("fidelity",),
-    "sae.config": ("DenseCore", "SAEConfig", "SparseCore"),
+    "sae.config": ("DenseCore", "DetectorCore", "SAEConfig", "SparseCore"),
     "sae.sae": ("SAE",),
     "training.config": ("TrainConfig",),
     "training.trainer": ("train",),
@@ -75,6 +75,7 @@ __all__ = [
     "BaseModel",
     "Core",
     "DenseCore",
+    "DetectorCore",
     "DistillConfig",
     "DmsaeError",
     "HarvestConfig",

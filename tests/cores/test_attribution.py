@@ -18,7 +18,8 @@ from dmsae.cores.quantile import LargestValues
 from dmsae.cores.selection import select_core
 from dmsae.disk.layout import shard_file
 from dmsae.errors import AttributionError, CheckpointError, ConfigError, StoreError
-from dmsae.sae.config import DenseCore, SAEConfig
+from dmsae.sae.config import DenseCore, SAEConfig, SparseCore
+from dmsae.sae.detectors import Detectors
 from dmsae.sae.sae import SAE
 from planted import REQUEST
 from strategies import configs
@@ -33,28 +34,32 @@ def make_store(path: Path, x: Tensor, g: Tensor, shard_rows: int | None = None) 
 
 def make_sae(config: SAEConfig, seed: int) -> SAE:
     generator = torch.Generator().manual_seed(seed)
-    sae = SAE.init(config, generator, torch.randn(config.n_core, config.d_model, generator=generator)).double()
+    core = torch.randn(config.n_core, config.d_model, generator=generator)
+    drawn = torch.rand(2, config.n_detectors, generator=generator)
+    sae = SAE.init(config, generator, core, Detectors(*drawn) if config.n_detectors else None).double()
     with torch.no_grad():
         sae.W_enc_noncore.add_(0.3 * torch.randn(sae.W_enc_noncore.shape, generator=generator))
         sae.W_dec.mul_(torch.rand(config.width, 1, generator=generator) + 0.5)
-        sae.b_enc.add_(0.2 * torch.randn(config.width, generator=generator))
+        sae.b_enc.add_(0.2 * torch.randn(len(sae.b_enc), generator=generator))
         sae.b_dec.add_(0.2 * torch.randn(config.d_model, generator=generator))
     return sae
 
 
 def paper_codes(sae: SAE, x: Tensor) -> list[list[float]]:
-    """f̃ [B][K]: rectify, leave a dense core alone, keep the k·B largest of all others."""
+    """f̃ [B][K]: rectify, leave a core that does not compete alone, keep the k·B largest of all others."""
     config = sae.config
     W_enc, b_enc, b_dec = sae.W_enc.detach(), sae.b_enc.detach(), sae.b_dec.detach()
-    f = [
-        [
-            max(0.0, float(W_enc[j] @ (row - b_dec if config.center_input else row) + b_enc[j]))
-            for j in range(config.width)
-        ]
-        for row in x
-    ]
+
+    def activation(row: Tensor, j: int) -> float:
+        if j < config.n_detectors:
+            value = float(W_enc[j] @ row + sae.offset[j])
+            return value if value > float(sae.threshold[j]) else 0.0
+        centered = row - b_dec if config.center_input else row
+        return max(0.0, float(W_enc[j] @ centered + b_enc[j - config.n_detectors]))
+
+    f = [[activation(row, j) for j in range(config.width)] for row in x]
     core = config.core
-    first, k = (core.n, core.k_noncore) if isinstance(core, DenseCore) else (0, config.k)
+    first, k = (0, config.k) if core is None or isinstance(core, SparseCore) else (core.n, core.k_noncore)
     entries = [(f[u][j], u, j) for u in range(len(x)) for j in range(first, config.width)]
     kept = {(u, j) for _, u, j in sorted(entries, key=lambda e: -e[0])[: k * len(x)]}
     return [[f[u][j] if j < first or (u, j) in kept else 0.0 for j in range(config.width)] for u in range(len(x))]

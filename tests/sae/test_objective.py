@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dmsae.errors import ConfigError
 from dmsae.sae.config import DenseCore, SAEConfig, SparseCore
+from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import Objective, PrefixReduction, backward_
 from dmsae.sae.optimiser import adam, step_
 from dmsae.sae.sae import SAE
@@ -29,7 +30,7 @@ class Reference(NamedTuple):
 def dense_mask(sae: SAE, f: Tensor) -> Tensor:
     """Return which activations survive: a dense core's positives, and the k·B largest of the rest."""
     core = sae.config.core
-    first, k = (core.n, core.k_noncore) if isinstance(core, DenseCore) else (0, sae.config.k)
+    first, k = (0, sae.config.k) if core is None or isinstance(core, SparseCore) else (core.n, core.k_noncore)
     competing = f[:, first:].T.flatten()  # latent-major: of equal activations the lower latent survives
     order = competing.sort(descending=True, stable=True).indices[: k * len(f)]
     mask = torch.zeros_like(competing).index_fill(0, order, 1).view(-1, len(f)).T
@@ -41,7 +42,11 @@ def dense_reference(sae: SAE, x: Tensor, objective: Objective, dead: Tensor | No
     leaves = {name: getattr(sae, name).detach().clone().requires_grad_() for name in PARAMETERS}
     W_enc = torch.cat([sae.W_enc_core, leaves["W_enc_noncore"]])
     inputs = x - leaves["b_dec"] if config.center_input else x
-    all_f = (inputs @ W_enc.T + leaves["b_enc"]).relu()
+    n_detectors = config.n_detectors
+    all_f = (inputs @ W_enc[n_detectors:].T + leaves["b_enc"]).relu()
+    if n_detectors:
+        detected = x @ sae.W_enc_core.T + sae.offset  # of x itself, whatever b_dec is
+        all_f = torch.cat([detected * (detected > sae.threshold[:n_detectors]), all_f], dim=1)
     f = all_f * dense_mask(sae, all_f.detach())
     errors = []
     for size in config.prefixes:
@@ -70,11 +75,13 @@ def dense_reference(sae: SAE, x: Tensor, objective: Objective, dead: Tensor | No
 def make_sae(config: SAEConfig, seed: int) -> SAE:
     generator = torch.Generator().manual_seed(seed)
     core = torch.randn(config.n_core, config.d_model, generator=generator)
-    sae = SAE.init(config, generator, core).double()
+    drawn = torch.randn(2, config.n_detectors, generator=generator)
+    detectors = Detectors(0.2 * drawn[0], 0.3 * drawn[1].abs()) if config.n_detectors else None
+    sae = SAE.init(config, generator, core, detectors).double()
     with torch.no_grad():
         sae.renormalise_()
         sae.W_enc_noncore.add_(0.3 * torch.randn(sae.W_enc_noncore.shape, generator=generator))
-        sae.b_enc.add_(0.2 * torch.randn(config.width, generator=generator))
+        sae.b_enc.add_(0.2 * torch.randn(len(sae.b_enc), generator=generator))
         sae.b_dec.add_(0.2 * torch.randn(config.d_model, generator=generator))
     return sae
 
@@ -137,7 +144,9 @@ def test_ties_keep_exactly_k_per_token(k: int, core: DenseCore | SparseCore) -> 
     with torch.no_grad():
         sae.W_enc_noncore.copy_(sae.W_enc_noncore[:1].expand(10, 4))
         sae.b_enc.fill_(5.0)
-    x = torch.randn(1, 4, dtype=torch.float64).expand(6, 4).contiguous()
+        for tensor in (sae.W_enc_core, sae.W_enc_noncore, sae.b_dec):
+            tensor.mul_(8).round_().div_(8)  # so that no product is rounded, and equal entries are equal to the bit
+    x = torch.tensor([[1.0, -0.5, 0.25, 2.0]], dtype=torch.float64).expand(6, 4).contiguous()
     result = backward_(sae, x, Objective())
     competing = result.n_fired[config.n_dense :].sum()
     assert competing == 3 * 6

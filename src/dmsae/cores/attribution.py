@@ -159,7 +159,7 @@ class CandidateCodes:
     def __call__(self, x_BD: Tensor) -> Tensor:
         """Return f̃ [P, B]; all competing latents of the batch compete, whether candidates or not."""
         sae, config = self._sae, self._sae.config
-        active, core_BC = sae.train_codes(x_BD - sae.b_dec if config.center_input else x_BD, self._warm_start)
+        _, active, core_BC = sae.train_codes(x_BD, self._warm_start)
         self._warm_start = float(active.values_S.min()) if len(active.values_S) else None
         f_PB = x_BD.new_zeros(config.prefixes[0], len(x_BD))
         end = int(latent_offsets(active, config.width)[config.prefixes[0]])

@@ -21,6 +21,7 @@ from dmsae.config import Json, from_dict, to_dict
 from dmsae.disk import layout
 from dmsae.disk.artifact import read_artifact, write_artifact
 from dmsae.errors import CheckpointError, ConfigError
+from dmsae.sae.detectors import Detectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class Core:
     """The cycle after which they were selected."""
     provenance: Provenance
     """What they were distilled from."""
+    detectors: Detectors | None = None
+    """Their offsets and thresholds, float32, for raw activations; None for rows that are all there is."""
 
     def __post_init__(self) -> None:
         n = len(self.lineage)
@@ -89,6 +92,8 @@ class Core:
                 f"A core of {n} latents has rows {tuple(self.encoder_CD.shape)} in {self.encoder_CD.dtype}, "
                 f"{len(self.scores_C)} scores and {len(self.slots_C)} slots; expected {n} of each, rows in float32."
             )
+        if self.detectors and {tuple(values_C.shape) for values_C in self.detectors} != {(n,)}:
+            raise CheckpointError(f"A core of {n} latents needs {n} offsets and thresholds, or none.")
         if len(set(self.identities)) != n:
             raise CheckpointError(f"A core of {n} latents holds only {len(set(self.identities))} distinct identities.")
 
@@ -116,11 +121,14 @@ class Core:
             scores_C=self.scores_C[indices],
             slots_C=self.slots_C[indices],
             lineage=tuple(self.lineage[i] for i in indices),
+            detectors=Detectors(*(values_C[indices] for values_C in self.detectors)) if self.detectors else None,
         )
 
     def save(self, directory: Path) -> None:
         """Write `core.safetensors` and `core.json`."""
         tensors = {"encoder": self.encoder_CD, "scores": self.scores_C, "slots": self.slots_C}
+        if self.detectors is not None:
+            tensors |= {"offsets": self.detectors.offsets_C, "thresholds": self.detectors.thresholds_C}
         facts = {
             "cycle": self.cycle,
             "n_latents": len(self),
@@ -145,6 +153,7 @@ class Core:
                 lineage=tuple(from_dict(Lineage, latent) for latent in facts["lineage"]),
                 cycle=facts["cycle"],
                 provenance=from_dict(Provenance, facts["provenance"]),
+                detectors=Detectors(tensors["offsets"], tensors["thresholds"]) if "offsets" in tensors else None,
             )
         except (KeyError, TypeError, ConfigError) as error:
             raise CheckpointError(f"{directory / layout.CORE}.json does not describe a core: {error}") from error

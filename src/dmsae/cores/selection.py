@@ -9,6 +9,7 @@ from dmsae.config import require
 from dmsae.cores.attribution import Attribution
 from dmsae.cores.core import Core, Lineage, Provenance
 from dmsae.errors import AttributionError, CheckpointError, ConfigError
+from dmsae.sae.detectors import Detectors
 from dmsae.sae.sae import SAE
 
 
@@ -69,7 +70,21 @@ def next_core(
         lineage=tuple(_lineage(previous, slot, cycle) for slot in slots.tolist()),
         cycle=cycle,
         provenance=provenance,
+        detectors=detectors_of(sae, slots),
     )
+
+
+def detectors_of(sae: SAE, latents: Tensor) -> Detectors:
+    """Return the offsets and thresholds that make detectors of some latents of an SAE.
+
+    Those that are detectors already keep theirs to the bit.
+    """
+    rows = sae.W_enc[latents].double()
+    shift = rows @ sae.b_dec.double() if sae.config.center_input else 0.0
+    offsets = (sae.encoder_bias[latents].double() - shift).float()
+    frozen = latents < sae.config.n_detectors
+    offsets[frozen] = sae.offset[latents[frozen]].float()
+    return Detectors(offsets.detach().cpu(), sae.threshold[latents].float().cpu())
 
 
 def _require_trained_with(core: Core, sae: SAE, cycle: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dmsae.config import require, require_whole
 from dmsae.errors import ConfigError
+from dmsae.sae.detectors import Detectors
 
 _FRACTIONS = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 
@@ -54,6 +55,29 @@ class SparseCore:
 
 
 @dataclass(frozen=True, slots=True)
+class DetectorCore:
+    """A core of frozen detectors: row, offset and threshold are given, and only its decoder rows are learned.
+
+    >>> core = dmsae.DetectorCore(n=50, k_noncore=30)
+    >>> dmsae.SAEConfig(d_model=576, width=4096, k=40, prefixes=(178, 4096), core=core).k_selected
+    30
+    """
+
+    n: int
+    """Number C of core latents."""
+    k_noncore: int
+    """Non-core latents that BatchTopK keeps per token, on average over the batch."""
+    kind: Literal["detector"] = "detector"
+
+    def __post_init__(self) -> None:
+        require_whole("core.n", self.n, 1)
+        require_whole("core.k_noncore", self.k_noncore, 1)
+
+
+CoreConfig = DenseCore | SparseCore | DetectorCore
+
+
+@dataclass(frozen=True, slots=True)
 class SAEConfig:
     """What an SAE is, apart from its weights.
 
@@ -69,7 +93,7 @@ class SAEConfig:
     """Target sparsity: active latents per token that were asked for. Without a dense core, what BatchTopK keeps."""
     prefixes: tuple[int, ...]
     """Cumulative sizes of the nested reconstructions, the core included; the last is `width`."""
-    core: DenseCore | SparseCore | None = None
+    core: CoreConfig | None = None
     """The frozen latents 0 … C−1, and how they take part in BatchTopK."""
     center_input: bool = True
     """Whether the encoder sees x − b_dec rather than x."""
@@ -79,7 +103,7 @@ class SAEConfig:
             require_whole(name, getattr(self, name), 1)
         require(self.n_core < self.width, "core.n", self.n_core, f"be smaller than width ({self.width})")
         _require_prefixes(self.prefixes, self.width, self.n_core)
-        name = "core.k_noncore" if isinstance(self.core, DenseCore) else "k"
+        name = "core.k_noncore" if self.n_dense else "k"
         must = f"be at most the {self.n_competing} latents that compete in BatchTopK"
         require(self.k_selected <= self.n_competing, name, self.k_selected, must)
 
@@ -95,8 +119,13 @@ class SAEConfig:
 
     @property
     def n_dense(self) -> int:
-        """Number of leading latents that bypass BatchTopK: the core when it is dense, else none."""
-        return self.core.n if isinstance(self.core, DenseCore) else 0
+        """Number of leading latents that bypass BatchTopK: the core, unless it is sparse."""
+        return self.core.n if isinstance(self.core, DenseCore | DetectorCore) else 0
+
+    @property
+    def n_detectors(self) -> int:
+        """Number of leading latents that are frozen detectors: the core if it is made of them, else none."""
+        return self.core.n if isinstance(self.core, DetectorCore) else 0
 
     @property
     def n_competing(self) -> int:
@@ -105,8 +134,8 @@ class SAEConfig:
 
     @property
     def k_selected(self) -> int:
-        """Latents that BatchTopK keeps per token: `k_noncore` beside a dense core, else `k`."""
-        return self.core.k_noncore if isinstance(self.core, DenseCore) else self.k
+        """Latents that BatchTopK keeps per token: `k_noncore` beside a dense or detector core, else `k`."""
+        return self.core.k_noncore if isinstance(self.core, DenseCore | DetectorCore) else self.k
 
     def require_core_rows(self, core_rows: Tensor | None) -> None:
         """Raise unless encoder rows fit this SAE's core."""
@@ -117,6 +146,17 @@ class SAEConfig:
         if core_rows is not None and not (finite := core_rows.isfinite().all(1)).all():
             row = int((~finite).nonzero()[0])
             raise ConfigError(f"core_rows is not finite in row {row}. Check where the core came from.")
+
+    def require_detectors(self, detectors: Detectors | None) -> None:
+        """Raise unless offsets and thresholds are given exactly when this SAE's core is made of detectors."""
+        if detectors is None and self.n_detectors:
+            raise ConfigError(
+                "A core of detectors needs offsets and thresholds, and this one has none: it was made by an earlier "
+                "version, or its rows are all there is. Distill again, or use a dense or sparse core."
+            )
+        for name, values_C in detectors._asdict().items() if detectors else ():
+            if values_C.shape != (self.n_detectors,) or not values_C.isfinite().all():
+                raise ConfigError(f"{name} must be {self.n_detectors} finite numbers, one for each detector.")
 
 
 def matryoshka_nesting(width: int) -> tuple[int, ...]:

@@ -109,10 +109,8 @@ def backward_(
     if x_BD.ndim != 2 or x_BD.shape[1] != config.d_model or not len(x_BD):
         raise ConfigError(f"x has shape {list(x_BD.shape)}; it must have shape [B, {config.d_model}] with B > 0.")
     n_tokens, n_core = len(x_BD), config.n_core
-    centered_BD = x_BD - sae.b_dec
-    input_BD = centered_BD if config.center_input else x_BD
-
-    active, core_BC = sae.train_codes(input_BD, warm_start)
+    input_BD, active, core_BC = sae.train_codes(x_BD, warm_start)
+    centered_BD = input_BD if config.center_input else x_BD - sae.b_dec
     offsets = latent_offsets(active, config.width)
     n_fired = offsets.diff()
     if core_BC is not None:
@@ -179,7 +177,9 @@ def _gradients(
 ) -> Iterator[Gradients]:
     """Yield the gradients of all latents."""
     n_core, n_dense = sae.config.n_core, sae.config.n_dense
-    if core_BC is not None:
+    if core_BC is not None and sae.config.n_detectors:
+        yield _detector_gradients(core_BC, upstreams[0], sae.W_dec[:n_core])
+    elif core_BC is not None:
         yield _dense_gradients(core_BC, upstreams[0], None, sae.W_dec[:n_core])
     yield from gradients(active, offsets, range(n_dense, n_core), upstreams[0], None, sae.W_dec)
     for (first, stop), upstream_BD in zip(pairwise((n_core, *sae.config.prefixes)), upstreams, strict=True):
@@ -198,6 +198,13 @@ def _dense_gradients(f_BL: Tensor, upstream_BD: Tensor, x_BD: Tensor | None, W_d
     )
 
 
+def _detector_gradients(f_BC: Tensor, upstream_BD: Tensor, W_dec_CD: Tensor) -> Gradients:
+    """Return the gradients of detectors, of which only the decoder rows are learned."""
+    decoder_CD = f_BC.T @ upstream_BD
+    parallel_C = torch.linalg.vecdot(W_dec_CD, decoder_CD)
+    return Gradients(slice(0, len(W_dec_CD)), decoder_CD, parallel_C, encoder=None, bias=None)
+
+
 def _auxiliary(
     sae: SAE, input_BD: Tensor, residual_BD: Tensor, dead_K: Tensor | None, n_fired: Tensor, alpha: float
 ) -> _Auxiliary | None:
@@ -209,7 +216,9 @@ def _auxiliary(
     if not len(dead_A):
         return None
     decoder_AD = sae.W_dec[dead_A]
-    f_BA = torch.addmm(sae.b_enc[dead_A], input_BD, sae.W_enc_noncore[dead_A - n_core].T).relu_()
+    f_BA = torch.addmm(
+        sae.b_enc[dead_A - sae.config.n_detectors], input_BD, sae.W_enc_noncore[dead_A - n_core].T
+    ).relu_()
     values, indices = f_BA.topk(min(n_kept, len(dead_A)), sorted=False)
 
     sparse = len(dead_A) > _SPARSE_FROM * n_kept
@@ -244,15 +253,19 @@ def _write_(sae: SAE, part: Gradients) -> list[Tensor]:
     """Write gradients into `.grad`, the decoder's projected, and return their square norms."""
     decoder = part.decoder.addcmul_(sae.W_dec[part.rows], part.parallel[:, None], value=-1)
     _grad(sae.W_dec)[part.rows] = decoder
-    _grad(sae.b_enc)[part.rows] = part.bias
-    squares = [_square_norm(decoder), _square_norm(part.bias)]
-    n_core = sae.config.n_core
+    squares = [_square_norm(decoder)]
+    if part.bias is not None:
+        _grad(sae.b_enc)[_shifted(part.rows, sae.config.n_detectors)] = part.bias
+        squares.append(_square_norm(part.bias))
     if part.encoder is not None:
-        rows = part.rows
-        free = slice(rows.start - n_core, rows.stop - n_core) if isinstance(rows, slice) else rows - n_core
-        _grad(sae.W_enc_noncore)[free] = part.encoder
+        _grad(sae.W_enc_noncore)[_shifted(part.rows, sae.config.n_core)] = part.encoder
         squares.append(_square_norm(part.encoder))
     return squares
+
+
+def _shifted(rows: slice | Tensor, n: int) -> slice | Tensor:
+    """Return the same latents as indices into a tensor that leaves out the first n."""
+    return slice(rows.start - n, rows.stop - n) if isinstance(rows, slice) else rows - n
 
 
 def _write_b_dec_(sae: SAE, upstream_BD: Tensor) -> Tensor:
@@ -260,8 +273,11 @@ def _write_b_dec_(sae: SAE, upstream_BD: Tensor) -> Tensor:
     n_core = sae.config.n_core
     grad_D = upstream_BD.sum(0)
     if sae.config.center_input:
-        bias_K = _grad(sae.b_enc)
-        grad_D -= bias_K[:n_core] @ sae.W_enc_core + bias_K[n_core:] @ sae.W_enc_noncore
+        bias = _grad(sae.b_enc)
+        if sae.config.n_detectors:
+            grad_D -= bias @ sae.W_enc_noncore
+        else:
+            grad_D -= bias[:n_core] @ sae.W_enc_core + bias[n_core:] @ sae.W_enc_noncore
     _grad(sae.b_dec).copy_(grad_D)
     return _square_norm(grad_D)
 

@@ -5,7 +5,7 @@ first, so every prefix holds them. Without a core it is a Matryoshka SAE; with o
 """
 
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,19 @@ from dmsae.disk import layout
 from dmsae.disk.artifact import read_artifact, read_facts, write_artifact
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.sae.config import SAEConfig
+from dmsae.sae.detectors import Detectors, detect, fire_
 from dmsae.sae.sparse import Active, select_top
+
+
+class TrainCodes(NamedTuple):
+    """The activations of a batch under the training-time mask."""
+
+    input_BD: Tensor
+    """What the encoder of all latents but detectors sees."""
+    active: Active
+    """What BatchTopK keeps."""
+    core_BC: Tensor | None
+    """The activations of a core that does not compete."""
 
 
 class SAE(nn.Module):
@@ -30,6 +42,7 @@ class SAE(nn.Module):
     """
 
     W_enc_core: Tensor
+    offset: Tensor
     threshold: Tensor
 
     def __init__(self, config: SAEConfig) -> None:
@@ -38,22 +51,32 @@ class SAE(nn.Module):
         self.config = config
         self.register_buffer("W_enc_core", torch.zeros(config.n_core, config.d_model))
         self.W_enc_noncore = nn.Parameter(torch.zeros(config.n_noncore, config.d_model))
-        self.b_enc = nn.Parameter(torch.zeros(config.width))
+        self.b_enc = nn.Parameter(torch.zeros(config.width - config.n_detectors))
+        self.register_buffer("offset", torch.zeros(config.n_detectors))
         self.W_dec = nn.Parameter(torch.zeros(config.width, config.d_model))
         self.b_dec = nn.Parameter(torch.zeros(config.d_model))
         self.register_buffer("threshold", torch.zeros(config.width))
 
     @classmethod
     @torch.no_grad()
-    def init(cls, config: SAEConfig, generator: torch.Generator, core_rows: Tensor | None = None) -> Self:
+    def init(
+        cls,
+        config: SAEConfig,
+        generator: torch.Generator,
+        core_rows: Tensor | None = None,
+        detectors: Detectors | None = None,
+    ) -> Self:
         """Return a fresh SAE: random unit decoder rows, new encoder rows equal to them, biases 0."""
         config.require_core_rows(core_rows)
+        config.require_detectors(detectors)
         sae = cls(config)
         sae.W_dec.normal_(generator=generator)
         sae.renormalise_()
         sae.W_enc_noncore.copy_(sae.W_dec[config.n_core :])
         if core_rows is not None:
             sae.W_enc_core.copy_(core_rows)
+        if detectors is not None:
+            sae.set_detectors_(detectors)
         return sae
 
     @property
@@ -61,29 +84,49 @@ class SAE(nn.Module):
         """All encoder rows [K, D], the core's first."""
         return torch.cat([self.W_enc_core, self.W_enc_noncore]) if self.config.n_core else self.W_enc_noncore
 
+    @property
+    def encoder_bias(self) -> Tensor:
+        """All encoder biases [K]; that of a detector is the one which, with b_dec, amounts to its offset."""
+        if not self.config.n_detectors:
+            return self.b_enc
+        shift = self.W_enc_core @ self.b_dec if self.config.center_input else 0.0
+        return torch.cat([self.offset + shift, self.b_enc])
+
+    @property
+    def detectors(self) -> Detectors:
+        """The offsets and thresholds of the core's detectors; empty when it has none."""
+        return Detectors(self.offset, self.threshold[: self.config.n_detectors])
+
+    def encoder_input(self, x: Tensor) -> Tensor:
+        """Return what the encoder of all latents but detectors sees."""
+        return x - self.b_dec if self.config.center_input else x
+
     def pre_activations(self, x: Tensor) -> Tensor:
         """Return `W_enc (x − b_dec) + b_enc`, [..., K], before any mask."""
-        centered = x - self.b_dec if self.config.center_input else x
-        return nn.functional.linear(centered, self.W_enc, self.b_enc)
+        return nn.functional.linear(self.encoder_input(x), self.W_enc, self.encoder_bias)
 
-    def train_codes(self, input_BD: Tensor, warm_start: float | None = None) -> tuple[Active, Tensor | None]:
-        """Return the activations under the training-time mask: what BatchTopK keeps, and a dense core's [B, C].
-
-        `input_BD` is what the encoder sees; all latents that compete do, whatever prefix they are in.
-        """
-        n_dense = self.config.n_dense
+    def train_codes(self, x_BD: Tensor, warm_start: float | None = None) -> TrainCodes:
+        """Return the activations under the training-time mask; all competing latents compete, whatever their prefix."""
+        n_dense, n_detectors = self.config.n_dense, self.config.n_detectors
+        input_BD = self.encoder_input(x_BD)
         encoders = (self.W_enc_noncore,) if n_dense else (self.W_enc_core, self.W_enc_noncore)
-        n_keep = self.config.k_selected * len(input_BD)
-        active = select_top(input_BD, encoders, self.b_enc[n_dense:], n_keep, warm_start)
+        n_keep = self.config.k_selected * len(x_BD)
+        active = select_top(input_BD, encoders, self.b_enc[n_dense - n_detectors :], n_keep, warm_start)
         active.latents_S.add_(n_dense)
-        if not n_dense:
-            return active, None
-        return active, torch.addmm(self.b_enc[:n_dense], input_BD, self.W_enc_core.T).relu_()
+        core_BC = None
+        if n_detectors:
+            core_BC = fire_(torch.addmm(self.offset, x_BD, self.W_enc_core.T), self.detectors.thresholds_C)
+        elif n_dense:
+            core_BC = torch.addmm(self.b_enc[:n_dense], input_BD, self.W_enc_core.T).relu_()
+        return TrainCodes(input_BD, active, core_BC)
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the activations [..., K] at inference: those above their latent's threshold."""
-        f = self.pre_activations(x).relu()
-        return f * (f > self.threshold)
+        n_detectors = self.config.n_detectors
+        rows = self.W_enc_noncore if n_detectors else self.W_enc
+        f = nn.functional.linear(self.encoder_input(x), rows, self.b_enc).relu()
+        f = f * (f > self.threshold[n_detectors:])
+        return torch.cat([detect(x, self.W_enc_core, self.detectors), f], dim=-1) if n_detectors else f
 
     def decode(self, f: Tensor, prefix: int | None = None) -> Tensor:
         """Return the reconstruction [..., D] from one prefix (an index into `prefixes`) or all latents."""
@@ -96,8 +139,14 @@ class SAE(nn.Module):
 
     @torch.no_grad()
     def set_threshold_(self, theta: float) -> None:
-        """Give every competing latent the inference threshold θ; a dense core keeps 0."""
+        """Give every competing latent the inference threshold θ; a dense core keeps 0, a detector its own."""
         self.threshold[self.config.n_dense :] = theta
+
+    @torch.no_grad()
+    def set_detectors_(self, detectors: Detectors, scale: float = 1.0) -> None:
+        """Take over frozen offsets and thresholds, for activations that are divided by `scale`."""
+        self.offset.copy_(detectors.offsets_C).div_(scale)
+        self.threshold[: self.config.n_detectors] = detectors.thresholds_C / scale
 
     @torch.no_grad()
     def renormalise_(self) -> None:
@@ -110,12 +159,12 @@ class SAE(nn.Module):
     @torch.no_grad()
     def fold_scale_(self, scale: float) -> None:
         """Turn an SAE trained on x / scale into the same SAE on x; no encoder or decoder row changes."""
-        for tensor in (self.b_enc, self.b_dec, self.threshold):
+        for tensor in (self.b_enc, self.offset, self.b_dec, self.threshold):
             tensor.mul_(scale)
 
     def save(self, directory: Path, made_from: Json | None = None) -> None:
         """Write the SAE as `sae.safetensors` and `sae.json`, with what it was made from."""
-        tensors = {name: getattr(self, name) for name in _shapes(self.config)}
+        tensors = {name: getattr(self, name) for name in _shapes(self.config)} | {"b_enc": self.encoder_bias}
         write_artifact(directory, layout.SAE, tensors, {"config": to_dict(self.config), "made_from": made_from or {}})
 
     @classmethod
@@ -140,6 +189,8 @@ class SAE(nn.Module):
         sae = cls(config).to(tensors["W_dec"].dtype)
         W_enc = tensors.pop("W_enc")
         tensors["W_enc_core"], tensors["W_enc_noncore"] = W_enc[: config.n_core], W_enc[config.n_core :]
+        tensors["b_enc"] = tensors.pop("b_enc")[config.n_detectors :]
+        tensors.setdefault("offset", torch.zeros(0))
         sae.load_state_dict(tensors)
         return sae.requires_grad_(False)
 
@@ -164,4 +215,4 @@ def _shapes(config: SAEConfig) -> dict[str, tuple[int, ...]]:
         "W_dec": (config.width, config.d_model),
         "b_dec": (config.d_model,),
         "threshold": (config.width,),
-    }
+    } | ({"offset": (config.n_detectors,)} if config.n_detectors else {})

@@ -51,8 +51,8 @@ class Gradients(NamedTuple):
     """Inner product [rows] of each decoder row with its gradient."""
     encoder: Tensor | None
     """Encoder gradient [rows, D]; none for frozen rows."""
-    bias: Tensor
-    """Encoder bias gradient [rows]."""
+    bias: Tensor | None
+    """Encoder bias gradient [rows]; none for detectors."""
 
 
 @torch.no_grad()

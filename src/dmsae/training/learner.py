@@ -12,6 +12,7 @@ from torch import Tensor
 from dmsae.config import Json
 from dmsae.errors import ConfigError
 from dmsae.sae.config import SAEConfig
+from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import BatchResult, backward_
 from dmsae.sae.optimiser import adam, step_
 from dmsae.sae.sae import SAE
@@ -29,19 +30,24 @@ class SAESpec:
     name: str
     sae: SAEConfig
     core_rows: Tensor | None = None
+    detectors: Detectors | None = None
+    """Their offsets and thresholds, when the core is made of detectors."""
 
     def __post_init__(self) -> None:
         try:
             self.sae.require_core_rows(self.core_rows)
+            self.sae.require_detectors(self.detectors)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
 
     def core_sha256(self) -> str | None:
-        """Return a hash of the core's rows, or None without a core."""
+        """Return a hash of what is frozen, or None without a core."""
         if self.core_rows is None:
             return None
-        rows = self.core_rows.detach().cpu().float().contiguous()
-        return hashlib.sha256(rows.numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256()
+        for tensor in (self.core_rows, *(self.detectors or ())):
+            digest.update(tensor.detach().cpu().float().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
 
 class InferenceMetrics(NamedTuple):
@@ -59,11 +65,16 @@ _FACTS = ("threshold", "warm_start", "has_learned", "low_steps", "state", "ended
 class Learner:
     """One SAE in training, with all of its state."""
 
-    def __init__(self, spec: SAESpec, config: TrainConfig, schedule: Schedule, b_dec: Tensor) -> None:
+    def __init__(
+        self, spec: SAESpec, config: TrainConfig, schedule: Schedule, b_dec: Tensor, scale: float = 1.0
+    ) -> None:
         self.name, self._config, self._schedule = spec.name, config, schedule
-        self.sae = SAE.init(spec.sae, generator(config.seed, "init"), spec.core_rows).to(b_dec.device)
+        self.sae = SAE.init(spec.sae, generator(config.seed, "init"), spec.core_rows, spec.detectors).to(b_dec.device)
         with torch.no_grad():
             self.sae.b_dec.copy_(b_dec)
+        self._detectors = spec.detectors
+        if spec.detectors is not None:
+            self.sae.set_detectors_(spec.detectors, scale)
         self.optimiser = adam(self.sae, config.lr, config.betas)
         self.idle_tokens_K = torch.zeros(spec.sae.width, dtype=torch.int64, device=b_dec.device)
         self.threshold: float | None = None
@@ -110,6 +121,8 @@ class Learner:
         sae = SAE(self.sae.config).to(self.sae.W_dec.device)
         sae.load_state_dict(self.sae.state_dict())
         sae.fold_scale_(scale)
+        if self._detectors is not None:  # as they were given: scaling there and back would round them
+            sae.set_detectors_(self._detectors)
         return sae
 
     @torch.no_grad()

@@ -180,7 +180,7 @@ class Trainer:
             self._step, self._scale, cursor = state["step"], state["scale"], Cursor(**state["cursor"])
             self._last = {name: from_dict(StepMetrics, last) for name, last in state["last"].items()}
             b_dec = torch.zeros(self._stream.d_model, device=self._stream.device)
-        self._learners = [Learner(spec, self._config, self._schedule, b_dec) for spec in self._specs]
+        self._learners = [Learner(spec, self._config, self._schedule, b_dec, self._scale) for spec in self._specs]
         if resumed is not None:
             for learner in self._learners:
                 learner.restore(tensors, state["learners"][learner.name])
