@@ -244,7 +244,7 @@ def test_scores_survive_the_disk(tmp_path: Path) -> None:
     for name in ("latents_P", "scores_P", "firing_rates_P"):
         assert torch.equal(getattr(loaded, name), getattr(scored, name))
     assert (loaded.n_positions, loaded.facts) == (50, scored.facts)
-    assert loaded.facts["config"] == {"quantile": 0.9, "quantile_over": "all", "batch_size": 2048}
+    assert loaded.facts["config"] == {"quantile": 0.9, "quantile_over": "all", "batch_size": 2048, "n_bootstrap": 100}
     path = tmp_path / "attribution.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     with pytest.raises(CheckpointError, match=r"attribution\.safetensors"):

@@ -178,7 +178,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
     (core_0, core_1, core_2), (_, second, _) = three_cycles()
     with pytest.raises(CheckpointError, match="was not trained with the core"):
         next_core(core_1, second, scored([1] * 6), 2, 0.9, PROVENANCE)
-    with pytest.raises(ConfigError, match="cycle is 3"):
+    with pytest.raises(ConfigError, match="cycle = 3; it must be 1"):
         next_core(core_0, second, scored([1] * 6), 3, 0.9, PROVENANCE)
     with pytest.raises(AttributionError, match="another SAE"):
         next_core(core_0, second, scored([1] * 7), 1, 0.9, PROVENANCE)

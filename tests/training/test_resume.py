@@ -147,6 +147,7 @@ def test_killed_while_finishing(tmp_path: Path, whole: dict[str, bytes]) -> None
     """One SAE is saved and the other not yet: the run resumes from its checkpoint, here from the start."""
     finish(tmp_path / "run")
     (tmp_path / "run" / "plain" / "status.json").unlink()
-    (tmp_path / "run" / f"{CHECKPOINT}.tmp").write_bytes(b"half")
+    (tmp_path / "run" / f"{CHECKPOINT}.tmp").mkdir()
+    (tmp_path / "run" / f"{CHECKPOINT}.tmp" / ".tmpAbCdEf").write_bytes(b"half")
     finish(tmp_path / "run")
     assert contents(tmp_path / "run") == whole

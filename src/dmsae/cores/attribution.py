@@ -5,7 +5,7 @@ largest of all others) and w̄_j the unit decoder row, `GxA_{u,j} = |f̃_{u,j} �
 Candidates are the latents of the smallest reconstruction: the core and prefix-0.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dmsae.activations.splits import Split
-from dmsae.activations.store import Store
+from dmsae.activations.store import Shard, Store
 from dmsae.config import Json, require_choice, require_whole, to_dict
+from dmsae.cores.bootstrap import bootstrap_scores
 from dmsae.cores.quantile import LargestValues, require_quantile
 from dmsae.disk import layout
 from dmsae.disk.artifact import read_artifact, write_artifact
@@ -24,6 +25,7 @@ from dmsae.sae.sae import SAE
 from dmsae.sae.sparse import latent_offsets
 
 _TENSORS = ("latents_P", "scores_P", "firing_rates_P")
+_OPTIONAL = ("scores_all_P", "scores_active_P", "mean_activations_P", "bootstrap_XP")
 _FACTS = ("n_positions", "facts")
 
 
@@ -50,11 +52,14 @@ class AttributionConfig:
     """Whether positions where a latent is silent count."""
     batch_size: int = 2048
     """Positions that compete in one BatchTopK; the training batch size is the natural choice."""
+    n_bootstrap: int = 100
+    """Resamples of the contexts from which each score gets an interval. 0: none."""
 
     def __post_init__(self) -> None:
         require_quantile(self.quantile)
         require_choice("quantile_over", self.quantile_over, QuantileOver)
         require_whole("batch_size", self.batch_size, 1)
+        require_whole("n_bootstrap", self.n_bootstrap, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +81,14 @@ class Attribution:
     """Positions looked at."""
     facts: Json
     """Method, config and store, as JSON values."""
+    scores_all_P: Tensor | None = None
+    """The score over all positions, whichever rule `scores_P` follows; None for scores by ablation."""
+    scores_active_P: Tensor | None = None
+    """The score over the positions where the latent fires."""
+    mean_activations_P: Tensor | None = None
+    """Mean activation where the latent fires; 0 for one that never does."""
+    bootstrap_XP: Tensor | None = None
+    """`scores_P` in each of X resamples of the contexts, float32."""
 
     def __post_init__(self) -> None:
         if not torch.isfinite(self.scores_P).all():
@@ -96,9 +109,25 @@ class Attribution:
         cumulative = self.scores_P.sort(descending=True).values.cumsum(0)
         return cumulative / cumulative[-1]
 
+    def interval(self) -> tuple[Tensor, Tensor]:
+        """Return the 2.5 % and 97.5 % quantiles of each latent's score over resampled contexts, [P] each."""
+        if self.bootstrap_XP is None or not len(self.bootstrap_XP):
+            raise AttributionError("These scores have no intervals: they were made without a bootstrap.")
+        low, high = self.bootstrap_XP.double().quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
+        return low, high
+
+    def over(self, quantile_over: QuantileOver) -> "Attribution":
+        """Return the same scores under the other rule; both were computed. Its bootstrap is not carried over."""
+        scores = self.scores_all_P if quantile_over is QuantileOver.ALL else self.scores_active_P
+        if scores is None:
+            raise AttributionError(f"The scores over {quantile_over} positions were not kept. Score the SAE again.")
+        same = torch.equal(scores, self.scores_P)
+        return replace(self, scores_P=scores, bootstrap_XP=self.bootstrap_XP if same else None)
+
     def save(self, directory: Path) -> None:
         """Write `attribution.safetensors`, with the coverage curve, and `attribution.json`."""
         tensors = {name: getattr(self, name) for name in _TENSORS} | {"coverage_curve": self.coverage_curve()}
+        tensors |= {name: value for name in _OPTIONAL if (value := getattr(self, name)) is not None}
         write_artifact(directory, layout.ATTRIBUTION, tensors, {name: getattr(self, name) for name in _FACTS})
 
     @classmethod
@@ -107,6 +136,7 @@ class Attribution:
         tensors, facts = read_artifact(directory, layout.ATTRIBUTION)
         try:
             fields: Json = {name: tensors[name] for name in _TENSORS}
+            fields |= {name: tensors[name] for name in _OPTIONAL if name in tensors}
             return cls(**fields, **{name: facts[name] for name in _FACTS})
         except KeyError as error:
             raise CheckpointError(
@@ -127,24 +157,61 @@ def attribute(sae: SAE, store: Store, config: AttributionConfig | None = None) -
     require_match(sae, store)
     n_positions, n_pool = store.n_rows(Split.PAIRS), sae.config.prefixes[0]
     directions_PD = torch.nn.functional.normalize(sae.W_dec[:n_pool], dim=1)
-    largest = LargestValues(n_pool, config.quantile, n_positions, sae.W_dec)
-    n_fired_P = torch.zeros(n_pool, dtype=torch.int64, device=sae.W_dec.device)
+    largest = LargestValues(n_pool, config.quantile, n_positions, sae.W_dec, keeps_owners=True)
+    firing: _Firing | None = None
     codes = CandidateCodes(sae)
     for batch in store.batches(Split.PAIRS, config.batch_size):
         x_BD, g_BD = batch["x"].to(sae.W_dec), batch["g"].to(sae.W_dec)
         if not (torch.isfinite(x_BD).all() and torch.isfinite(g_BD).all()):
             raise AttributionError(f"The store {store.key} holds (x, g) pairs that are not finite. Harvest it again.")
         f_PB = codes(x_BD)
-        n_fired_P += (f_PB > 0).sum(1)
-        largest.add(f_PB.mul_(directions_PD @ g_BD.T).abs_())
-    over_all = config.quantile_over is QuantileOver.ALL
+        firing = firing or _Firing(n_pool, _n_contexts(store, batch), sae.W_dec.device)
+        contexts_B = firing.add(f_PB, batch.get("context"))
+        largest.add(f_PB.mul_(directions_PD @ g_BD.T).abs_(), contexts_B)
+    assert firing is not None, "the store holds pairs"
+    n_fired_P, n_positions_N = firing.n_fired_PN.sum(1), firing.n_positions_N
+    scores = {
+        QuantileOver.ALL: largest.quantiles(torch.full_like(n_fired_P, n_positions)).cpu(),
+        QuantileOver.ACTIVE: largest.quantiles(n_fired_P).cpu(),
+    }
+    samples_PN = n_positions_N[None] if config.quantile_over is QuantileOver.ALL else firing.n_fired_PN
     return Attribution(
         latents_P=torch.arange(n_pool),
-        scores_P=largest.quantiles(torch.full_like(n_fired_P, n_positions) if over_all else n_fired_P).cpu(),
+        scores_P=scores[config.quantile_over].clone(),  # a tensor of its own, so that all of them can be saved
         firing_rates_P=(n_fired_P.double() / n_positions).cpu(),
         n_positions=n_positions,
         facts={"method": "gradient_x_activation", "config": to_dict(config), "store": store.key},
+        scores_all_P=scores[QuantileOver.ALL],
+        scores_active_P=scores[QuantileOver.ACTIVE],
+        mean_activations_P=(firing.sum_P / n_fired_P.clamp(min=1)).cpu(),
+        bootstrap_XP=bootstrap_scores(largest, samples_PN, config.n_bootstrap) if config.n_bootstrap else None,
     )
+
+
+class _Firing:
+    """How often each candidate fires in each context, and how strongly."""
+
+    def __init__(self, n_pool: int, n_contexts: int, device: torch.device) -> None:
+        self.n_fired_PN = torch.zeros(n_pool, n_contexts, dtype=torch.int64, device=device)
+        self.n_positions_N = torch.zeros(n_contexts, dtype=torch.int64, device=device)
+        self.sum_P = torch.zeros(n_pool, dtype=torch.float64, device=device)
+        self._n_seen = 0
+
+    def add(self, f_PB: Tensor, contexts_B: Tensor | None) -> Tensor:
+        """Take in a batch, and return the context of each position; without text, every position is one of its own."""
+        if contexts_B is None:
+            contexts_B = torch.arange(self._n_seen, self._n_seen + f_PB.shape[1])
+        self._n_seen += f_PB.shape[1]
+        contexts_B = contexts_B.to(f_PB.device, torch.int64)
+        self.n_fired_PN.index_add_(1, contexts_B, (f_PB > 0).to(torch.int64))
+        self.n_positions_N.index_add_(0, contexts_B, torch.ones_like(contexts_B))
+        self.sum_P += f_PB.sum(1, dtype=torch.float64)
+        return contexts_B
+
+
+def _n_contexts(store: Store, batch: Shard) -> int:
+    """Return how many contexts the pairs come from; where a row does not say, it is one of its own."""
+    return len(store.tokens(Split.PAIRS)["tokens"]) if "context" in batch else store.n_rows(Split.PAIRS)
 
 
 class CandidateCodes:

@@ -25,19 +25,29 @@ def require_quantile(quantile: float) -> None:
 class LargestValues:
     """The largest values of each of R rows, of at most `n_samples` values that each row will ever see."""
 
-    def __init__(self, n_rows: int, quantile: float, n_samples: int, like: Tensor) -> None:
-        """Make room for `quantile` of `n_samples` values per row, on the device and in the dtype of `like`."""
+    def __init__(self, n_rows: int, quantile: float, n_samples: int, like: Tensor, keeps_owners: bool = False) -> None:
+        """Make room for `quantile` of `n_samples` values per row, on the device and in the dtype of `like`.
+
+        With `keeps_owners`, each value keeps the number of its owner, and twice as many are kept: a resample of the
+        owners may reach deeper than the samples themselves.
+        """
         require_quantile(quantile)
         self.quantile = quantile
         self._largest = like.new_zeros(n_rows, 0)
+        self._owners = torch.zeros(n_rows, 0, dtype=torch.int32, device=like.device) if keeps_owners else None
         self._pending: list[Tensor] = []
+        self._pending_owners: list[Tensor] = []
         self._n_pending = 0
         # One to spare: for a quantile within rounding of 1, fewer samples may need one value more.
-        self._n_kept = min(n_samples, n_above(quantile, n_samples) + 1)
+        n_needed = n_above(quantile, n_samples) + 1
+        self._n_kept = min(n_samples, 2 * n_needed + 8 if keeps_owners else n_needed)
 
-    def add(self, values_RB: Tensor) -> None:
+    def add(self, values_RB: Tensor, owners_B: Tensor | None = None) -> None:
         """Take in some values, none negative, of every row; the tensor is kept until it has been looked through."""
+        assert (owners_B is None) == (self._owners is None), "owners are given with every value, or with none"
         self._pending.append(values_RB)
+        if owners_B is not None:
+            self._pending_owners.append(owners_B.to(values_RB.device, torch.int32))
         self._n_pending += values_RB.shape[1]
         # Looking through as many new values as are kept makes the price per value independent of how many are kept.
         if self._n_pending >= self._n_kept:
@@ -56,6 +66,12 @@ class LargestValues:
         at_high = self._nth_from_below(n, low + 1)
         return torch.lerp(at_low, at_high, rank - low)
 
+    def with_owners(self) -> tuple[Tensor, Tensor]:
+        """Return the largest values of each row, falling, and the owner of each."""
+        self._prune()
+        assert self._owners is not None, "made without owners"
+        return self._largest, self._owners
+
     def _nth_from_below(self, n: Tensor, index: Tensor) -> Tensor:
         """Return what stands at `index`, or last, when a row's n values are sorted upwards; 0 for a row of none."""
         if not self._largest.shape[1]:
@@ -69,5 +85,8 @@ class LargestValues:
         if not self._pending:
             return
         values = torch.cat([self._largest, *self._pending], dim=1)
-        self._largest = values.topk(min(self._n_kept, values.shape[1]), dim=1).values
-        self._pending, self._n_pending = [], 0
+        self._largest, places = values.topk(min(self._n_kept, values.shape[1]), dim=1)
+        if self._owners is not None:
+            owners = torch.cat([self._owners, torch.cat(self._pending_owners).expand(len(values), -1)], dim=1)
+            self._owners = owners.gather(1, places)
+        self._pending, self._pending_owners, self._n_pending = [], [], 0

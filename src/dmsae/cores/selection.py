@@ -1,6 +1,7 @@
 """Which candidates become the core (the paper's Algorithm 2, last step), and what is distilled from two of them."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from dmsae.config import require
 from dmsae.cores.attribution import Attribution
 from dmsae.cores.core import Core, Lineage, Provenance
+from dmsae.cores.ranking import spearman
 from dmsae.errors import AttributionError, CheckpointError, ConfigError
 from dmsae.sae.detectors import Detectors
 from dmsae.sae.sae import SAE
@@ -39,6 +41,21 @@ def select_core(scores_P: Tensor, coverage: float) -> Tensor:
     return order[: int((cumulative < coverage * cumulative[-1]).sum()) + 1]
 
 
+def eligible_scores(attribution: Attribution, max_rate: float | None) -> Tensor:
+    """Return the scores, with 0 for candidates that fire on a larger share of positions than `max_rate`."""
+    if max_rate is None:
+        return attribution.scores_P
+    require(0 < max_rate <= 1, "max_rate", max_rate, "be above 0 and at most 1, or left out")
+    scores = attribution.scores_P.where(attribution.firing_rates_P <= max_rate, 0.0)
+    if not scores.any():
+        lowest = float(attribution.firing_rates_P[attribution.scores_P > 0].min())
+        raise AttributionError(
+            f"max_rate = {max_rate} leaves no candidate: the rarest with a score fires on {100 * lowest:.1f} % of "
+            "positions. Raise max_rate, train a sparser or wider SAE, or score over active positions."
+        )
+    return scores
+
+
 def next_core(
     previous: Core | None,
     sae: SAE,
@@ -46,8 +63,9 @@ def next_core(
     cycle: int,
     coverage: float,
     provenance: Provenance,
+    max_rate: float | None = None,
 ) -> Core:
-    """Return the core selected after a cycle.
+    """Return the core selected after a cycle, from candidates that fire on at most `max_rate` of the positions.
 
     `previous` is the core that the cycle's SAE was trained with: its latents keep their lineage and rows. The others,
     and all of them when there is none, are born now.
@@ -59,7 +77,7 @@ def next_core(
             f"Latent {int(attribution.latents_P.max())} was scored, but the SAE's candidates are the first "
             f"{sae.config.prefixes[0]}: the scores belong to another SAE."
         )
-    chosen = select_core(attribution.scores_P, coverage)
+    chosen = select_core(eligible_scores(attribution, max_rate), coverage)
     slots = attribution.latents_P[chosen]
     n_core, n_pool = sae.config.n_core, sae.config.prefixes[0]
     pool_PD = torch.cat([sae.W_enc_core, sae.W_enc_noncore[: n_pool - n_core]]).detach().cpu().float()
@@ -89,7 +107,7 @@ def detectors_of(sae: SAE, latents: Tensor) -> Detectors:
 
 def _require_trained_with(core: Core, sae: SAE, cycle: int) -> None:
     if cycle != core.cycle + 1:
-        raise ConfigError(f"cycle is {cycle}; the core selected after cycle {core.cycle} is that of {core.cycle + 1}.")
+        raise ConfigError(f"cycle = {cycle}; it must be {core.cycle + 1}, the cycle after the core's own.")
     if not torch.equal(sae.W_enc_core.cpu().float(), core.encoder_CD):
         raise CheckpointError(
             f"The SAE of cycle {cycle} was not trained with the core selected after cycle {core.cycle}: it holds "
@@ -113,3 +131,57 @@ def distilled_core(last: Core, previous: Core) -> Core:
         )
     before = set(previous.identities)
     return last.take([i for i, identity in enumerate(last.identities) if identity in before])
+
+
+class SelectionReport(NamedTuple):
+    """What selection did to a candidate pool."""
+
+    n_pool: int
+    """Candidates."""
+    n_selected: int
+    share_selected: float
+    """Selected candidates as a share of the pool; close to 1, selection hardly selects."""
+    score_rate_correlation: float | None
+    """Rank correlation of score and firing rate over the pool; None when one of them is constant."""
+    median_rate: float
+    """Median firing rate of the selected, under the training-time mask."""
+    stability: float | None
+    """Mean share of resamples in which a selected latent is selected again; None without a bootstrap."""
+
+    def warnings(self) -> list[str]:
+        """Return what a reader of the core should know, a sentence each."""
+        lines = []
+        if self.share_selected > 0.5:
+            share = f"{self.n_selected} of {self.n_pool} candidates ({100 * self.share_selected:.0f} %)"
+            lines.append(f"Selection hardly selects: it took {share}. Widen prefix-0, or lower the coverage.")
+        if self.median_rate > 0.5:
+            rate = f"the median core latent fires on {100 * self.median_rate:.0f} % of positions"
+            lines.append(f"The core is nearly always on: {rate}. Lower k, widen the dictionary, or set max_rate.")
+        return lines
+
+
+def report_selection(attribution: Attribution, coverage: float, max_rate: float | None = None) -> SelectionReport:
+    """Return what selecting at a coverage does to the pool that was scored."""
+    chosen = select_core(eligible_scores(attribution, max_rate), coverage)
+    stability = selection_stability(attribution, coverage, max_rate)
+    n_pool = len(attribution.scores_P)
+    return SelectionReport(
+        n_pool=n_pool,
+        n_selected=len(chosen),
+        share_selected=len(chosen) / n_pool,
+        score_rate_correlation=spearman(attribution.scores_P, attribution.firing_rates_P),
+        median_rate=float(attribution.firing_rates_P[chosen].median()),
+        stability=None if stability is None else float(stability[chosen].mean()),
+    )
+
+
+def selection_stability(attribution: Attribution, coverage: float, max_rate: float | None = None) -> Tensor | None:
+    """Return the share of resamples in which each candidate is selected, [P]; None without a bootstrap."""
+    if attribution.bootstrap_XP is None:
+        return None
+    times = torch.zeros(len(attribution.scores_P), dtype=torch.float64)
+    eligible = attribution.firing_rates_P <= (1.0 if max_rate is None else max_rate)
+    for scores_P in attribution.bootstrap_XP.double() * eligible:
+        if scores_P.any():
+            times[select_core(scores_P, coverage)] += 1
+    return times / len(attribution.bootstrap_XP)

@@ -1,0 +1,42 @@
+"""How sure a score is: the same quantile over resampled contexts.
+
+Positions of one context are alike, so contexts are what is drawn, with replacement. A high quantile of a resample needs
+only the largest values and the contexts that they came from, which `LargestValues` keeps.
+"""
+
+import torch
+from torch import Tensor
+
+from dmsae.cores.quantile import LargestValues
+from dmsae.seeds import generator
+
+
+def bootstrap_scores(largest: LargestValues, n_samples_PN: Tensor, n_replicates: int, seed: int = 0) -> Tensor:
+    """Return each latent's score in each of X resamples of the contexts, [X, P].
+
+    `n_samples_PN` says how many samples of each latent a context has: all of its positions, or those where the latent
+    fires. It may have one row for all latents.
+    """
+    n_contexts = n_samples_PN.shape[1]
+    drawn = torch.randint(n_contexts, (n_replicates, n_contexts), generator=generator(seed, "bootstrap"))
+    scores = []
+    for contexts in drawn.to(n_samples_PN.device):
+        weights_N = torch.bincount(contexts, minlength=n_contexts)
+        scores.append(_weighted_quantile(largest, weights_N, n_samples_PN @ weights_N))
+    return torch.stack(scores).float().cpu()
+
+
+def _weighted_quantile(largest: LargestValues, weights_N: Tensor, n_samples_P: Tensor) -> Tensor:
+    """Return the interpolated quantile of each latent's samples when context i counts weights_N[i] times."""
+    values, owners = largest.with_owners()
+    n = n_samples_P.expand(len(values)).double()
+    rank = largest.quantile * (n - 1).clamp(min=0)
+    low = rank.floor()
+    up_to = weights_N[owners.long()].cumsum(1)
+
+    def at(index_from_below: Tensor) -> Tensor:
+        from_above = (n - 1 - index_from_below).clamp(min=0).to(up_to)
+        place = torch.searchsorted(up_to, from_above[:, None], right=True).clamp(max=values.shape[1] - 1)
+        return values.gather(1, place).squeeze(1).double().where(n > 0, 0.0)
+
+    return torch.lerp(at(low), at(low + 1), rank - low)
