@@ -2,16 +2,16 @@
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmsae.config import Json
+from dmsae.config import Json, require, to_dict
 from dmsae.errors import ConfigError
-from dmsae.sae.config import SAEConfig
+from dmsae.sae.config import DenseCore, SAEConfig
 from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import BatchResult, backward_
 from dmsae.sae.optimiser import adam, step_
@@ -32,13 +32,22 @@ class SAESpec:
     core_rows: Tensor | None = None
     detectors: Detectors | None = None
     """Their offsets and thresholds, when the core is made of detectors."""
+    total_budget: bool = False
+    """Whether a dense core's own activity counts towards `sae.k`: `k_noncore` then follows it during training."""
 
     def __post_init__(self) -> None:
         try:
             self.sae.require_core_rows(self.core_rows)
             self.sae.require_detectors(self.detectors)
+            dense = isinstance(self.sae.core, DenseCore)
+            require(dense or not self.total_budget, "total_budget", True, "be left out unless the core is dense")
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
+
+    def settings(self) -> Json:
+        """Return what determines this SAE, besides how it is trained."""
+        settings: Json = to_dict(self.sae)
+        return settings | {"core_sha256": self.core_sha256(), "total_budget": self.total_budget}
 
     def core_sha256(self) -> str | None:
         """Return a hash of what is frozen, or None without a core."""
@@ -58,7 +67,10 @@ class InferenceMetrics(NamedTuple):
     fve: float
 
 
-_FACTS = ("threshold", "warm_start", "has_learned", "low_steps", "state", "ended_at", "cause")
+_L0_MEMORY = 0.95
+"""How much of the average activity of the core each step keeps, when `k_noncore` follows it."""
+
+_FACTS = ("threshold", "warm_start", "l0_core", "has_learned", "low_steps", "state", "ended_at", "cause")
 """What a learner remembers besides tensors."""
 
 
@@ -72,7 +84,8 @@ class Learner:
         self.sae = SAE.init(spec.sae, generator(config.seed, "init"), spec.core_rows, spec.detectors).to(b_dec.device)
         with torch.no_grad():
             self.sae.b_dec.copy_(b_dec)
-        self._detectors = spec.detectors
+        self._detectors, self._total_budget = spec.detectors, spec.total_budget
+        self.l0_core: float | None = None
         if spec.detectors is not None:
             self.sae.set_detectors_(spec.detectors, scale)
         self.optimiser = adam(self.sae, config.lr, config.betas)
@@ -104,6 +117,7 @@ class Learner:
             beta = self._schedule.threshold_beta if self.threshold is not None else 0.0
             self.threshold = beta * (self.threshold or 0.0) + (1 - beta) * result.threshold
             self.sae.set_threshold_(self.threshold)
+        self._follow_budget(result.l0_core)
         self._watch(step + 1, fraction_explained(float(result.prefix_errors[-1]), batch_variance))
         return result
 
@@ -111,6 +125,10 @@ class Learner:
         """Record how the training ended, unless it ended earlier, and free the memory of the optimiser."""
         if self.state is TrainState.TRAINING and self.low_steps > self._patience:
             self._collapse(self._schedule.steps)
+        elif self.state is TrainState.TRAINING and self._is_over_budget():
+            k = self.sae.config.k
+            cause = f"the core alone has {self.l0_core:.1f} active latents per token, and k = {k} is for all"
+            self._end(TrainState.OVER_BUDGET, self._schedule.steps, cause)
         elif self.state is TrainState.TRAINING:
             self._end(TrainState.FINISHED, self._schedule.steps)
         self.optimiser.state.clear()
@@ -152,7 +170,7 @@ class Learner:
 
     def facts(self) -> Json:
         """Return the rest of a checkpoint."""
-        return {name: getattr(self, name) for name in _FACTS}
+        return {name: getattr(self, name) for name in _FACTS} | {"k_selected": self.sae.config.k_selected}
 
     def restore(self, tensors: dict[str, Tensor], facts: Json) -> None:
         """Become what `tensors` and `facts` describe."""
@@ -171,8 +189,27 @@ class Learner:
                 self.optimiser.state[parameter] = {
                     key: value.to(parameter.device, copy=True) for key, value in moments.items()
                 }
+        self._set_k_noncore(facts["k_selected"])
         for name in _FACTS:
             setattr(self, name, TrainState(facts[name]) if name == "state" else facts[name])
+
+    def _follow_budget(self, l0_core: float) -> None:
+        """Leave to the non-core latents what a dense core does not use of the total budget."""
+        core = self.sae.config.core
+        if not self._total_budget or not isinstance(core, DenseCore):
+            return
+        memory = _L0_MEMORY if self.l0_core is not None else 0.0
+        self.l0_core = memory * (self.l0_core or 0.0) + (1 - memory) * l0_core
+        left = min(max(1, round(self.sae.config.k - self.l0_core)), self.sae.config.n_noncore)
+        self._set_k_noncore(left)
+
+    def _set_k_noncore(self, k_noncore: int) -> None:
+        core = self.sae.config.core
+        if isinstance(core, DenseCore) and k_noncore != core.k_noncore:
+            self.sae.config = replace(self.sae.config, core=replace(core, k_noncore=k_noncore))
+
+    def _is_over_budget(self) -> bool:
+        return self.l0_core is not None and self.sae.config.k - self.l0_core < 0.5
 
     @property
     def _patience(self) -> int:

@@ -18,6 +18,8 @@ class TrainState(StrEnum):
     FINISHED = "finished"
     COLLAPSED = "collapsed"
     DIVERGED = "diverged"
+    OVER_BUDGET = "over budget"
+    """Trained to the end, but its core alone is more active than the total budget allows."""
 
 
 class TrainResult(NamedTuple):

@@ -105,7 +105,7 @@ class Trainer:
             "made_from": made_from,
             "train": config.result_settings(),
             "schedule": self._schedule._asdict(),
-            "saes": {spec.name: to_dict(spec.sae) | {"core_sha256": spec.core_sha256()} for spec in specs},
+            "saes": {spec.name: spec.settings() for spec in specs},
         }
         self._step, self._scale = 0, 1.0
         self._learners: list[Learner] = []
