@@ -92,15 +92,28 @@ def test_small_removals_change_the_loss_as_the_gradient_says(case: tuple[SAE, St
     torch.testing.assert_close(ablated.scores_P, predicted.abs().amax(1), rtol=0.05, atol=5e-4)
 
 
-def test_a_sample_of_contexts_and_the_highest_latents(case: tuple[SAE, Store, BaseModel]) -> None:
+def test_latents_are_taken_from_the_whole_range_of_scores(case: tuple[SAE, Store, BaseModel]) -> None:
+    """Seven candidates in three stretches by rank: two of the highest, two of the middle, three of the lowest."""
     sae, store, model = case
     scored = attribute(sae, store, AttributionConfig(quantile=0.9))
-    config = AblationConfig(n_contexts=2, n_latents=3)
-    ablated = ablate(sae, store, model, scored, config)
-    assert ablated.latents_P.tolist() == sorted(scored.scores_P.sort(descending=True).indices[:3].tolist())
+    ranked = scored.scores_P.sort(descending=True, stable=True).indices.tolist()
+    chosen = set()
+    for seed in range(4):
+        config = AblationConfig(n_contexts=2, n_latents=3, seed=seed)
+        ablated = ablate(sae, store, model, scored, config)
+        latents = ablated.latents_P.tolist()
+        assert latents == sorted(latents)
+        ranks = sorted(ranked.index(latent) for latent in latents)
+        assert [rank in stretch for rank, stretch in zip(ranks, ((0, 1), (2, 3), (4, 5, 6)), strict=True)] == [True] * 3
+        assert torch.equal(ablated.scores_P, ablate(sae, store, model, scored, config).scores_P)
+        chosen.add(tuple(latents))
+    assert len(chosen) > 1, "the seed has no say"
     assert ablated.facts["n_contexts"] == 2
     assert ablated.n_positions < store.n_rows(Split.PAIRS)
-    assert torch.equal(ablated.scores_P, ablate(sae, store, model, scored, config).scores_P)
+
+
+def test_more_contexts_than_a_quantile_s_share_by_default() -> None:
+    assert (1 - AttributionConfig().quantile) * AblationConfig().n_contexts > 1
 
 
 def test_an_edit_that_changes_nothing_leaves_the_losses(case: tuple[SAE, Store, BaseModel]) -> None:

@@ -7,8 +7,17 @@ import pytest
 import torch
 
 from dmsae.cores.attribution import Attribution
-from dmsae.cores.compare import CarryOver, agreement, carry_over, n_identical_rows, nearest_in, spearman
+from dmsae.cores.compare import (
+    CarryOver,
+    agreement,
+    carry_over,
+    n_identical_rows,
+    nearest_in,
+    require_comparable,
+    spearman,
+)
 from dmsae.errors import AttributionError, ConfigError
+from planted import MODEL
 from three_cycles import D_MODEL, run_cycles, three_cycles
 
 
@@ -39,6 +48,15 @@ def test_the_nearest_latent_is_found_whatever_its_length() -> None:
     assert cosine[0] < 1 - 1e-3
     with pytest.raises(ConfigError, match=rf"widths \({D_MODEL} and 3\)"):
         nearest_in(first, replace(first, encoder_CD=first.encoder_CD[:, :3]))
+
+
+def test_cores_of_other_models_or_hooks_are_not_compared() -> None:
+    core = three_cycles().cores[1]
+    require_comparable(core, replace(core, lineage=core.lineage))
+    for change in ({"hook": "layers.3"}, {"weights_sha256": "other"}):
+        other = replace(core, provenance=replace(core.provenance, model=replace(MODEL, **change)))
+        with pytest.raises(ConfigError, match=r"The models differ: the first core .* cannot be compared"):
+            require_comparable(core, other)
 
 
 def scoring(scores: dict[int, float]) -> Attribution:

@@ -38,12 +38,18 @@ class ModelIdentity:
             dtype="",
         )
 
-    def require_same(self, other: "ModelIdentity", ours: str, theirs: str) -> None:
+    def require_same(
+        self,
+        other: "ModelIdentity",
+        ours: str,
+        theirs: str,
+        remedy: str = "Choose a store of the same model and hook.",
+    ) -> None:
         """Raise unless both are the same weights at the same hook; `ours` and `theirs` say what has each of them."""
         if (self.weights_sha256, self.hook) != (other.weights_sha256, other.hook):
             raise ConfigError(
                 f"The models differ: {ours} is of {self._described()}, but {theirs} is of {other._described()}. "
-                "Choose a store of the same model and hook."
+                f"{remedy}"
             )
 
     def _described(self) -> str:

@@ -38,12 +38,23 @@ class Nearest(NamedTuple):
     index_C: Tensor
 
 
+def require_comparable(core: Core, other: Core) -> None:
+    """Raise unless two cores are of the same model and hook: only then do their directions share a space."""
+    remedy = "Directions of different activations cannot be compared."
+    core.provenance.model.require_same(other.provenance.model, "the first core", "the second", remedy)
+
+
 def nearest_in(core: Core, other: Core) -> Nearest:
     """Return the nearest latent of `other` for each of `core`; both must be of one width and not empty."""
-    if core.encoder_CD.shape[1] != other.encoder_CD.shape[1]:
-        widths = f"{core.encoder_CD.shape[1]} and {other.encoder_CD.shape[1]}"
+    return nearest_rows(core.encoder_CD, other.encoder_CD)
+
+
+def nearest_rows(rows_CD: Tensor, others_CD: Tensor) -> Nearest:
+    """Return, for each row, the one among others that points most nearly the same way, whatever their lengths."""
+    if rows_CD.shape[1] != others_CD.shape[1]:
+        widths = f"{rows_CD.shape[1]} and {others_CD.shape[1]}"
         raise ConfigError(f"The cores are of activations of other widths ({widths}) and cannot be compared.")
-    ours, theirs = (torch.nn.functional.normalize(one.encoder_CD, dim=1) for one in (core, other))
+    ours, theirs = (torch.nn.functional.normalize(rows, dim=1) for rows in (rows_CD, others_CD))
     return Nearest(*(ours @ theirs.T).max(dim=1))
 
 

@@ -1,0 +1,40 @@
+"""What chance alone would give: random directions as alike as real encoder rows are without having anything in common.
+
+Activations of a language model fill their space unevenly, and so do the rows of every SAE trained on them. Two sets of
+directions drawn with the activations' covariance are therefore nearer to each other than two sets drawn evenly, and a
+match between two cores means something only beyond that.
+"""
+
+import torch
+from torch import Tensor
+
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store
+from dmsae.config import require_whole
+from dmsae.errors import StoreError
+from dmsae.seeds import generator
+
+_MAX_ROWS = 16_384
+"""Activations from which a covariance is taken."""
+
+
+def covariance_matched_rows(activations: Store | Tensor, n: int, seed: int = 0) -> Tensor:
+    """Return n random unit rows [n, D] drawn with the covariance of activations, given as a store or as rows [*, D].
+
+    Each is a normal combination of the centred activations, which has their covariance without a decomposition of it.
+    """
+    require_whole("n", n, 1)
+    x = _some_rows(activations) if isinstance(activations, Store) else activations[:_MAX_ROWS]
+    centred = x.double() - x.double().mean(0)
+    if not centred.any():
+        raise StoreError("The activations are all the same: they have no covariance to draw from.")
+    weights = torch.randn(n, len(x), generator=generator(seed, "covariance matched"), dtype=torch.float64)
+    return torch.nn.functional.normalize(weights @ centred, dim=1).float()
+
+
+def _some_rows(store: Store) -> Tensor:
+    """Return activations of the first split that holds any: those that an SAE trains on, if they were kept."""
+    for split in (Split.TRAIN, Split.HELDOUT, Split.PAIRS):
+        for batch in store.batches(split, _MAX_ROWS):
+            return batch["x"]
+    raise StoreError(f"The store {store.key} holds no activations.")
