@@ -18,7 +18,7 @@ from dmsae.config import to_dict
 from dmsae.cores.attribution import CandidateCodes
 from dmsae.disk.files import sha256_of
 from dmsae.errors import CheckpointError, ConfigError
-from dmsae.formats import load_any
+from dmsae.formats import load_any, require_checkpoint
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.sae import SAE
 from planted import MODEL
@@ -210,7 +210,17 @@ def test_a_plain_jumprelu_sae_needs_k_and_prefixes(tmp_path: Path) -> None:
         load_any(tmp_path)
     with pytest.raises(CheckpointError, match="does not say its prefixes"):
         load_any(tmp_path, k=5)
-    assert load_any(tmp_path, k=5, prefixes=(8, 32)).sae.config.prefixes == (8, 32)
+    imported = load_any(tmp_path, k=5, prefixes=(8, 32))
+    assert imported.sae.config.prefixes == (8, 32)
+    assert imported.notes == (
+        "The checkpoint does not say its k; 5 was given.",
+        "The checkpoint does not say its prefixes; [8, 32] was given.",
+    )
+
+
+def test_codes_of_an_imported_sae_carry_no_graph(tmp_path: Path) -> None:
+    saelens_files(tmp_path, saelens_weights())
+    assert load_any(tmp_path).sae.encode(torch.ones(2, D_MODEL)).numpy().shape == (2, WIDTH)
 
 
 @pytest.mark.parametrize(
@@ -293,3 +303,11 @@ def test_what_is_not_a_checkpoint_is_an_error_that_helps(tmp_path: Path) -> None
         load_any(tmp_path)
     with pytest.raises(CheckpointError, match="It is a file"):
         load_any(tmp_path / "layer_12" / "cfg.json")
+
+
+def test_that_a_checkpoint_is_there_can_be_asked_without_reading_it(tmp_path: Path) -> None:
+    (tmp_path / "ae.pt").write_bytes(b"not read")
+    require_checkpoint(str(tmp_path))
+    require_checkpoint("hub:owner/name/folder")
+    with pytest.raises(CheckpointError, match="nothing at this path"):
+        require_checkpoint(str(tmp_path / "nowhere"))

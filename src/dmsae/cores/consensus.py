@@ -68,7 +68,7 @@ def consensus_core(
     chosen = in_order[(share_P >= config.min_share)[in_order] & (attribution.scores_P > 0)[in_order]]
     if not len(chosen):
         raise AttributionError(
-            f"The {len(saes)} SAEs agree on no candidate: the most alike have similarity {similarity_MP.max():.2f}, and "
+            f"The {len(saes)} SAEs agree on no candidate: the most alike have similarity {similarity_MP.max():.2f}; "
             f"min_similarity is {config.min_similarity}. Train longer, lower min_similarity, or use fewer members."
         )
     found_by = [(agreed_MP[:, slot].nonzero().squeeze(1) + 1).tolist() for slot in chosen.tolist()]
@@ -115,14 +115,17 @@ def firing_jaccard(first: SAE, second: SAE, store: Store, heldout_tokens: int) -
         if not len(x_BD):
             break
         n_seen += len(x_BD)
-        on = [
-            (sae.encode(x_BD.to(sae.W_dec))[:, : sae.config.prefixes[0]] > 0).float().cpu() for sae in (first, second)
-        ]
+        on = [_fires(first, x_BD), _fires(second, x_BD)]
         both += (on[0].T @ on[1]).double()
         for total, active in zip(fired, on, strict=True):
             total += active.sum(0)
     either = fired[0][:, None] + fired[1][None] - both
     return both / either.clamp(min=1)
+
+
+def _fires(sae: SAE, x_BD: Tensor) -> Tensor:
+    """Return 1 where a candidate fires, [B, P]."""
+    return (sae.encode(x_BD.to(sae.W_dec))[:, : sae.config.prefixes[0]] > 0).float().cpu()
 
 
 def _cosines(first: Tensor, second: Tensor) -> Tensor:

@@ -13,7 +13,10 @@ from dmsae.formats.imported import Imported
 from dmsae.sae.sae import SAE, read_made_from
 from dmsae.text.hub import download
 
-__all__ = ["Imported", "load_any", "locate"]
+__all__ = ["Imported", "load_any", "locate", "require_checkpoint"]
+
+_NAMES = (f"{layout.SAE}.json", dictionary_learning.WEIGHTS_NAME, saelens.WEIGHTS_NAME)
+"""The file by which each format is known."""
 
 
 def locate(source: str) -> Path:
@@ -41,7 +44,18 @@ def load_any(path: Path, k: int | None = None, prefixes: Sequence[int] | None = 
         return dictionary_learning.load(path, k, prefixes)
     if (path / saelens.WEIGHTS_NAME).is_file():
         return saelens.load(path, k, prefixes)
-    raise CheckpointError(f"{path} holds no SAE of a known format. {_look_around(path)}")
+    raise _no_checkpoint(path)
+
+
+def require_checkpoint(source: str) -> None:
+    """Raise when a source is a local path at which there is no checkpoint; nothing is read or downloaded."""
+    path = Path(source).expanduser()
+    if not source.startswith("hub:") and not any((path / name).is_file() for name in _NAMES):
+        raise _no_checkpoint(path)
+
+
+def _no_checkpoint(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} holds no SAE of a known format. {_look_around(path)}")
 
 
 def _look_around(path: Path) -> str:
@@ -50,7 +64,6 @@ def _look_around(path: Path) -> str:
         return "There is nothing at this path."
     if path.is_file():
         return f"It is a file; give the directory that holds it: {path.parent}."
-    names = (f"{layout.SAE}.json", dictionary_learning.WEIGHTS_NAME, saelens.WEIGHTS_NAME)
-    if below := sorted({file.parent for name in names for file in path.glob(f"*/{name}")}):
+    if below := sorted({file.parent for name in _NAMES for file in path.glob(f"*/{name}")}):
         return f"Give one of the directories below it: {', '.join(str(directory) for directory in below[:12])}."
-    return f"Expected {names[0]} (ours), {names[1]} (dictionary_learning, SAEBench) or {names[2]} (SAELens) in it."
+    return f"Expected {_NAMES[0]} (ours), {_NAMES[1]} (dictionary_learning, SAEBench) or {_NAMES[2]} (SAELens) in it."

@@ -34,14 +34,15 @@ def load(path: Path, k: int | None = None, prefixes: Sequence[int] | None = None
     if groups is None and "W_enc" not in state:
         groups = [len(weights.b_enc_K)]
     stated_prefixes = None if groups is None else list(accumulate(int(size) for size in groups))
+    notes = _provenance(trainer)
     return build(
         path / WEIGHTS_NAME,
         "dictionary_learning",
         weights,
-        k=stated_or_given(path, "k", stated_k, k),
-        prefixes=stated_or_given(path, "prefixes", stated_prefixes, None if prefixes is None else list(prefixes)),
+        k=stated_or_given(path, "k", stated_k, k, notes),
+        prefixes=stated_or_given(path, "prefixes", stated_prefixes, list(prefixes) if prefixes else None, notes),
         center_input=True,
-        notes=_provenance(trainer),
+        notes=notes,
     )
 
 

@@ -23,7 +23,7 @@ class Imported(NamedTuple):
     """An SAE from elsewhere."""
 
     sae: SAE
-    """The SAE, in float32, for activations as the model puts them out."""
+    """The SAE, in float32 and frozen, for activations as the model puts them out."""
     kind: str
     """Where it came from: `dmsae`, `dictionary_learning` or `saelens`."""
     notes: tuple[str, ...]
@@ -76,7 +76,7 @@ def build(
         sae.W_dec.copy_(weights.W_dec_KD)
         sae.b_dec.copy_(weights.b_dec_D)
         sae.threshold.copy_(weights.threshold_K.clamp(min=0))
-    return Imported(sae, kind, (*notes, *changes), sha256_of(file))
+    return Imported(sae.requires_grad_(False), kind, (*notes, *changes), sha256_of(file))
 
 
 def _require_shapes(path: Path, weights: Weights) -> tuple[int, int]:
@@ -122,16 +122,23 @@ def require_tensors(path: Path, tensors: Mapping[str, Any], names: Sequence[str]
 def require_agreement(path: Path, name: str, said: Any, asked: Any) -> None:
     """Raise `ConfigError` when a checkpoint states one thing and the caller another."""
     if None not in (said, asked) and said != asked:
-        raise ConfigError(f"{name} is given as {asked}, but {path} was trained with {said}. Leave it out.")
+        raise ConfigError(
+            f"{name} is given as {asked}, but {path} says that it is {said}. Leave it out, and it is taken from there."
+        )
 
 
-def stated_or_given(path: Path, name: str, said: Any, asked: Any) -> Any:
-    """Return what a checkpoint states about itself, or else what the caller gave."""
+def stated_or_given(path: Path, name: str, said: Any, asked: Any, notes: list[str]) -> Any:
+    """Return what a checkpoint states about itself, or else what the caller gave, which is added to the notes."""
     require_agreement(path, name, said, asked)
-    value = asked if said is None else said
-    if value is None:
-        raise CheckpointError(f"{path} does not say its {name}. Give {name} with it.")
-    return value
+    if said is not None:
+        return said
+    if asked is None:
+        raise CheckpointError(
+            f"{path} does not say its {name}, and nothing is assumed. Give it: k and prefixes of load_any, or cycle0.k "
+            "and cycle0.nesting of a distillation."
+        )
+    notes.append(f"The checkpoint does not say its {name}; {asked} was given.")
+    return asked
 
 
 def read_config(path: Path) -> Json:

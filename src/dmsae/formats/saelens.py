@@ -34,7 +34,7 @@ def load(path: Path, k: int | None = None, prefixes: Sequence[int] | None = None
         raise CheckpointError(f"{path / WEIGHTS_NAME} cannot be read as safetensors: {error}") from error
     require_tensors(path / WEIGHTS_NAME, tensors, ("W_enc", "b_enc", "W_dec", "b_dec"))
     details = {**config, **(config["metadata"].get("training_architecture_details") or {})}
-    notes = []
+    notes: list[str] = []
     stated_k = details.get("k")
     if isinstance(stated_k, float):
         if stated_k != round(stated_k):
@@ -47,8 +47,8 @@ def load(path: Path, k: int | None = None, prefixes: Sequence[int] | None = None
         Weights(
             tensors["W_enc"].T, tensors["b_enc"], tensors["W_dec"], tensors["b_dec"], _threshold(path, config, tensors)
         ),
-        k=stated_or_given(path, "k", stated_k, k),
-        prefixes=stated_or_given(path, "prefixes", stated_prefixes, None if prefixes is None else list(prefixes)),
+        k=stated_or_given(path, "k", stated_k, k, notes),
+        prefixes=stated_or_given(path, "prefixes", stated_prefixes, list(prefixes) if prefixes else None, notes),
         center_input=bool(config.get("apply_b_dec_to_input", True)),
         notes=notes,
     )
