@@ -7,7 +7,8 @@ import torch
 
 from dmsae.activations.splits import Split
 from dmsae.activations.store import StoreWriter
-from dmsae.evaluation.fidelity import fidelity
+from dmsae.disk.layout import shard_file
+from dmsae.evaluation.fidelity import fidelity, kept_fidelity
 from dmsae.sae.config import DenseCore, SAEConfig
 from dmsae.sae.sae import SAE
 from planted import REQUEST, planted_store
@@ -25,9 +26,35 @@ def test_figures_are_those_of_the_held_out_rows(tmp_path: Path) -> None:
     figures = fidelity(sae, store)
     assert figures is not None
     assert figures.n_tokens == len(x)
-    assert figures.fve == pytest.approx(1 - float(error), abs=1e-5)
+    assert figures.fve == figures.fve_prefixes[-1] == pytest.approx(1 - float(error), abs=1e-5)
+    smallest = (x - sae.decode(f, prefix=0).detach()).square().sum() / (x - x.mean(0)).square().sum()
+    assert figures.fve_prefixes == pytest.approx([1 - float(smallest), 1 - float(error)], abs=1e-5)
     assert figures.l0_core == pytest.approx(float((f[:, :5] > 0).sum() / len(x)))
     assert figures.l0_noncore == pytest.approx(float((f[:, 5:] > 0).sum() / len(x)))
+
+
+def test_the_whole_held_out_split_counts(tmp_path: Path) -> None:
+    """Rows that come late are unlike the others, and there are more than any one batch or limit would take in."""
+    writer = StoreWriter(tmp_path / "store", REQUEST)
+    x = torch.randn(20_000, 2, generator=torch.Generator().manual_seed(0))
+    x[16_384:] += 50
+    writer.add(shard_file(Split.HELDOUT, 0), {"x": x}, {})
+    sae = SAE(SAEConfig(d_model=2, width=4, k=1, prefixes=(2, 4)))  # reconstructs nothing: explains −mean²/variance
+    figures = fidelity(sae, writer.finish(2))
+    assert figures is not None
+    assert figures.n_tokens == len(x)
+    expected = 1 - float(x.square().sum() / (x - x.mean(0)).square().sum())
+    assert figures.fve_prefixes == pytest.approx([expected, expected], rel=1e-5)
+
+
+def test_figures_are_measured_once_for_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = (planted_store(tmp_path / name).store for name in ("store", "other"))
+    SAE.init(SAEConfig(32, 64, 4, (16, 64)), torch.Generator().manual_seed(0)).save(tmp_path / "sae")
+    first = kept_fidelity(tmp_path / "sae", store)
+    assert first == fidelity(SAE.load(tmp_path / "sae"), store)
+    monkeypatch.setattr("dmsae.evaluation.fidelity.fidelity", lambda *_: None)
+    assert kept_fidelity(tmp_path / "sae", store) == first
+    assert kept_fidelity(tmp_path / "sae", other) is None, "figures of one store were taken for those of another"
 
 
 def test_a_store_without_held_out_rows_has_no_figures(tmp_path: Path) -> None:
