@@ -85,7 +85,7 @@ def test_errors_in_a_real_process_have_no_traceback(tmp_path: Path) -> None:
     ["--help", "--version", "store list", "core show --help", "status {run}", "assets list", "assets where"],
 )
 def test_commands_that_need_no_tensors_start_without_torch(arguments: str, tmp_path: Path) -> None:
-    distillation = {"kind": "distill", "distill": {"cycles": 1}}
+    distillation = {"kind": "distill", "cycles": 1}
     (tmp_path / "config.json").write_text(json.dumps(distillation))
     code = (
         "import atexit, sys\n"

@@ -15,6 +15,7 @@ from dmsae.cores.core import Core
 from dmsae.distillation.transfer import sae_specs
 from dmsae.sae.config import SparseCore
 from dmsae.sae.sae import SAE
+from tiny_recipe import write_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,52 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def recipe(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> Path:
     """A recipe written by the user, for the tiny model."""
-    path = tmp_path / "tiny.toml"
-    path.write_text(
-        f"""
-        [harvest]
-        train_tokens = 3000
-        heldout_tokens = 300
-        pair_tokens = 600
-        shard_tokens = 512
-        [harvest.model]
-        name = "{tiny_model}"
-        hook = 0
-        device = "cpu"
-        [harvest.text]
-        source = "{tiny_text}"
-        txt_documents = "line"
-        heldout_fraction = 0.2
-        [harvest.tokens]
-        context_length = 16
-        [train]
-        tokens = 6400
-        batch_size = 128
-        lr = 3e-3
-        [distill]
-        width = 64
-        k = 4
-        nesting = [16, 64]
-        cycles = 2
-        [distill.train]
-        tokens = 6400
-        batch_size = 128
-        lr = 3e-3
-        [distill.attribution]
-        batch_size = 128
-        [transfer]
-        width = 96
-        k = [3, 6]
-        core_modes = ["dense", "sparse"]
-        baselines = ["msae"]
-        [transfer.train]
-        tokens = 6400
-        batch_size = 128
-        lr = 3e-3
-        """,
-        encoding="utf8",
-    )
-    return path
+    return write_recipe(tmp_path / "tiny.toml", tiny_model, tiny_text)
 
 
 def test_from_text_to_transferred_saes(
@@ -98,7 +54,7 @@ def test_from_text_to_transferred_saes(
     main(["core", "diff", "run/cycle-1", "run/cycle-2"])
     compared = capsys.readouterr().out
     assert f"{n_distilled} were kept" in compared
-    assert "first in as many random directions" in compared
+    assert "first in as many random directions of the activations' covariance" in compared
     assert "1.000" in compared, "a latent that was kept is its own nearest"
 
     main(["core", "ablate", "run", "--latents", "4", "--contexts", "6"])
@@ -189,7 +145,7 @@ def test_live_distillation_keeps_no_training_activations(
         (["train", "--store", "abc", "--out", "x"], "No store under"),
         (["transfer", "--core", "nowhere", "--out", "x"], "holds no core"),
         (["status", "nowhere"], "holds no run"),
-        (["core", "show", "nowhere"], "holds no core"),
+        (["core", "show", "nowhere"], "holds no SAE of a known format"),
         (["distill", "--recipe", "demoo", "--out", "x"], "Did you mean 'demo'"),
         (["distill", "--out", "x", "--coverage", "1.5"], "coverage = 1.5"),
         (["distill", "--out", "x", "--live", "--store", "abc"], "leave out --store"),

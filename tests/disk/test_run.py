@@ -124,8 +124,7 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path, is_there: bool) -> No
 
 def test_a_failure_later_on_keeps_what_was_done(tmp_path: Path) -> None:
     with pytest.raises(StoreError), claimed(tmp_path / "begun", SETTINGS):
-        (tmp_path / "begun" / "metrics.jsonl").touch()
-        raise StoreError("the disk is gone")
+        _write_then_fail(tmp_path / "begun")
     assert read_settings(tmp_path / "begun") == SETTINGS
     with claimed(tmp_path / "resumed", SETTINGS):
         pass
@@ -135,6 +134,11 @@ def test_a_failure_later_on_keeps_what_was_done(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), claimed(tmp_path / "interrupted", SETTINGS):
         raise KeyboardInterrupt
     assert read_settings(tmp_path / "interrupted") == SETTINGS
+
+
+def _write_then_fail(directory: Path) -> None:
+    (directory / "metrics.jsonl").touch()
+    raise StoreError("the disk is gone")
 
 
 def test_settings_that_may_change_are_brought_up_to_date(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from dmsae.cores.core import Core
 from dmsae.disk import layout
 from dmsae.disk.files import sha256_of
 from dmsae.disk.run import claimed, read_settings
-from dmsae.distillation.distill import CycleReport, DistillConfig, distill
+from dmsae.distillation.distill import Cycle0, CycleReport, DistillConfig, distill
 from dmsae.distillation.status import StageState, stages
 from dmsae.distillation.transfer import k_noncore
 from dmsae.errors import BusyError, ConfigError, TrainingError
@@ -181,7 +181,7 @@ def test_only_the_encoder_rows_of_the_core_survive_a_restart(
     starts.clear()
     for name, sae in (("one", one), ("two", two)):
         sae.save(tmp_path / name)
-        distill(replace(NARROW, cycle0=str(tmp_path / name)), planted.store, tmp_path / f"from-{name}")
+        distill(replace(NARROW, cycle0=Cycle0(str(tmp_path / name))), planted.store, tmp_path / f"from-{name}")
     first, second = (start.weights for start in starts)
     assert torch.equal(first["W_enc_core"], Core.load(tmp_path / "from-one" / "cycle-0").encoder_CD)
     assert torch.equal(second["W_enc_core"], 2 * first["W_enc_core"])
@@ -242,12 +242,12 @@ def test_a_second_process_is_kept_out(planted: Planted, run: Path) -> None:
 
 def test_cycle_0_may_be_an_sae_of_ours(planted: Planted, run: Path, tmp_path: Path) -> None:
     source = run / "cycle-0" / "sae"
-    imported = distill(replace(CONFIG, cycle0=str(source)), planted.store, tmp_path / "run")
+    imported = distill(replace(CONFIG, cycle0=Cycle0(str(source))), planted.store, tmp_path / "run")
     assert torch.equal(imported.cores[0].encoder_CD, Core.load(run / "cycle-0").encoder_CD)
     origin = read_made_from(tmp_path / "run" / "cycle-0" / "sae")["imported_from"]
     assert origin["sha256"] == sha256_of(source / "sae.safetensors")
-    with pytest.raises(ConfigError, match=r"k is given as 4, but .* was trained with 2"):
-        distill(replace(CONFIG, cycle0=str(source), k=4), planted.store, tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"k is given as 4, but .* says that it is 2"):
+        distill(replace(CONFIG, cycle0=Cycle0(str(source), k=4)), planted.store, tmp_path / "other")
 
 
 def test_cycle_0_of_another_model_is_refused(planted: Planted, run: Path, tmp_path: Path) -> None:
@@ -255,12 +255,12 @@ def test_cycle_0_of_another_model_is_refused(planted: Planted, run: Path, tmp_pa
     other = to_dict(replace(MODEL, weights_sha256="other"))
     SAE.load(run / "cycle-0" / "sae").save(source, {"model": other})
     with pytest.raises(ConfigError, match="weights_sha256 other"):
-        distill(replace(CONFIG, cycle0=str(source)), planted.store, tmp_path / "run")
+        distill(replace(CONFIG, cycle0=Cycle0(str(source))), planted.store, tmp_path / "run")
 
 
 def test_a_core_that_leaves_no_room_says_what_to_change(planted: Planted, tmp_path: Path) -> None:
     crowded = replace(SHORT, width=20, nesting=(16, 20))
-    with pytest.raises(ConfigError, match=r"core grew to \d+ latents: lower coverage"):
+    with pytest.raises(TrainingError, match=r"core grew to \d+ latents .* Lower coverage"):
         distill(crowded, planted.store, tmp_path / "run")
 
 
@@ -335,6 +335,6 @@ def test_imported_sae_is_copied_whole(planted: Planted, run: Path, tmp_path: Pat
     """A run stays complete when the checkpoint that it started from is gone."""
     source = tmp_path / "source"
     SAE.load(run / "cycle-0" / "sae").save(source)
-    config = replace(CONFIG, cycle0=str(source))
+    config = replace(CONFIG, cycle0=Cycle0(str(source)))
     distill(config, planted.store, tmp_path / "run")
     assert SAE.load(tmp_path / "run" / "cycle-0" / "sae").config == SAE.load(source).config

@@ -12,6 +12,8 @@ from dmsae.commands.terminal import TERMINAL
 from dmsae.errors import DmsaeError
 
 if TYPE_CHECKING:  # the commands import what they need: `--help` does not wait for torch
+    from torch import Tensor
+
     from dmsae.cores.compare import Nearest
     from dmsae.cores.core import Core
     from dmsae.evaluation.examples import Example
@@ -19,15 +21,31 @@ if TYPE_CHECKING:  # the commands import what they need: `--help` does not wait 
 Place = Annotated[Path, tyro.conf.Positional]
 
 
-def core_show(place: Place, top: int = 12, examples: int = 2, root: Path | None = None) -> None:
+def core_show(
+    place: Place,
+    top: int = 12,
+    examples: int = 2,
+    latents: tuple[int, ...] = (),
+    store: str = "",
+    root: Path | None = None,
+) -> None:
     """Show a core: its latents by attribution, where they came from, and the text that fires them most.
 
+    Of a directory that holds an SAE and no core, or with --latents, shows latents of the SAE.
+
     Args:
-        place: A distillation run, or a directory with a core in it.
+        place: A distillation run, a directory with a core in it, or a directory with an SAE in it.
         top: How many latents to show.
-        examples: Texts per latent; needs the run that the core came from, and its store.
-        root: Directory of stores.
+        examples: Texts per latent; needs the store.
+        latents: Show these latents of the SAE, by index. Of a distillation: of the SAE that its core was selected from.
+        store: Key of the store with the text. Default: the one that the SAE was made from.
+        root: Directory of stores. Default: the one that the run used.
     """
+    from dmsae.distillation.inspection import has_core
+
+    if latents or not has_core(place):
+        _show_sae(place, latents, top, examples, store, root)
+        return
     from dmsae.cores.core import Core
 
     core = Core.load(place)
@@ -45,19 +63,55 @@ def core_show(place: Place, top: int = 12, examples: int = 2, root: Path | None 
             out.print(_line(example))
 
 
-def core_diff(first: Place, second: Place, pairs: int = 10) -> None:
-    """Compare two cores: which latents they share, and how near the others are.
+def _show_sae(place: Path, latents: tuple[int, ...], top: int, n_examples: int, store: str, root: Path | None) -> None:
+    """Print what an SAE is, and the text that fires some of its latents: those given, or the first."""
+    from dmsae.distillation.inspection import find_sae, latent_examples, require_latents_of
+
+    one = find_sae(place)
+    config = one.sae.config
+    chosen = list(latents) or list(range(min(top, config.width)))
+    require_latents_of(one.sae, chosen)
+    out.print(f"SAE of {config.width:,} latents, k = {config.k}, in {one.directory}", style="bold")
+    out.print(f"core   {config.n_core or 'none'}; prefixes {', '.join(map(str, config.prefixes))}")
+    if model := one.made_from.get("model"):
+        out.print(f"model  {model['name']} {model['revision']} at {model['hook']}")
+    shown: list[list[Example]] = []
+    try:
+        shown = latent_examples(one, chosen, n_examples, store, root) if n_examples else []
+    except DmsaeError as error:
+        if store:  # asked for by name
+            raise
+        TERMINAL.note(f"No example texts: {error}")
+    for i, latent in enumerate(chosen):
+        out.print(f"\nlatent {latent}, in {_group(config.n_core, config.prefixes, latent)}")
+        for example in shown[i] if shown else []:
+            out.print(_line(example))
+        if shown and not shown[i]:
+            out.print("   never fires on the held-out text")
+
+
+def _group(n_core: int, prefixes: tuple[int, ...], latent: int) -> str:
+    if latent < n_core:
+        return "the core"
+    return f"prefix {next(i for i, size in enumerate(prefixes) if latent < size)}"
+
+
+def core_diff(first: Place, second: Place, pairs: int = 10, root: Path | None = None) -> None:
+    """Compare two cores of one model and hook: which latents they share, and how near the others are.
+
+    Beside it stands what chance gives: as many random directions with the covariance of the activations.
 
     Args:
         first: A distillation run, or a directory with a core in it.
         second: Another one.
         pairs: How many latents of the first to list, by attribution, with their nearest in the second.
+        root: Directory of stores. Default: the one that the run used.
     """
-    from dmsae.cores.compare import carry_over, n_identical_rows, nearest_in
-    from dmsae.cores.controls import RandomKind, random_core
+    from dmsae.cores.compare import carry_over, n_identical_rows, nearest_in, nearest_rows, require_comparable
     from dmsae.cores.core import Core
 
     a, b = Core.load(first), Core.load(second)
+    require_comparable(a, b)
     if a.provenance == b.provenance:
         kept = carry_over(b, a)
         out.print(
@@ -67,15 +121,32 @@ def core_diff(first: Place, second: Place, pairs: int = 10) -> None:
     if not (len(a) and len(b)):
         return
     nearest = nearest_in(a, b)
-    chance = nearest_in(a, random_core(b, RandomKind.UNIT, seed=0))
-    columns = (nearest.cosine_C, nearest_in(b, a).cosine_C, chance.cosine_C)
-    table = plain_table("best cosine", "first in second", "second in first", "first in as many random directions")
+    name, random_rows = _chance(second, b, root)
+    columns = (nearest.cosine_C, nearest_in(b, a).cosine_C, nearest_rows(a.encoder_CD, random_rows).cosine_C)
+    table = plain_table("best cosine", "first in second", "second in first", f"first in as many {name}")
     for bound in (0.99, 0.9, 0.7, 0.5):
         table.add_row(f"≥ {bound}", *(f"{100 * float((best >= bound).float().mean()):.0f} %" for best in columns))
     table.add_row("median", *(f"{best.median():.2f}" for best in columns))
     out.print(table)
     if pairs > 0:
         out.print(_pairs_table(a, b, nearest, pairs))
+
+
+def _chance(place: Path, core: "Core", root: Path | None) -> "tuple[str, Tensor]":
+    """Return as many random directions as a core has, and their name: like the activations if their store is here."""
+    from dmsae.cores.controls import RandomKind, random_core
+    from dmsae.cores.null import covariance_matched_rows
+    from dmsae.distillation.matching import open_store_of
+
+    try:
+        store = open_store_of(place, core.provenance.store, root)
+    except DmsaeError as error:
+        TERMINAL.warn(
+            "Chance is shown for isotropic directions, and would be higher for directions like the activations, whose "
+            f"store is not here: {error}"
+        )
+        return "isotropic directions", random_core(core, RandomKind.UNIT, seed=0).encoder_CD
+    return "random directions of the activations' covariance", covariance_matched_rows(store, len(core), seed=0)
 
 
 def _pairs_table(a: "Core", b: "Core", nearest: "Nearest", n_pairs: int) -> Table:
@@ -88,7 +159,7 @@ def _pairs_table(a: "Core", b: "Core", nearest: "Nearest", n_pairs: int) -> Tabl
 
 
 def core_ablate(
-    run: Place, cycle: int | None = None, latents: int = 32, contexts: int = 24, root: Path | None = None
+    run: Place, cycle: int | None = None, latents: int = 32, contexts: int = 128, root: Path | None = None
 ) -> None:
     """Measure latents of a distillation by ablation, and say how far that agrees with gradient × activation.
 
@@ -97,24 +168,34 @@ def core_ablate(
 
     Args:
         run: Directory of a distillation.
-        cycle: Which cycle's SAE. Default: the last one.
-        latents: How many latents to ablate: those with the highest attribution. 0: all candidates.
-        contexts: How many contexts to measure them on.
-        root: Directory of stores.
+        cycle: Which cycle's SAE. Default: the last one that was scored.
+        latents: How many latents to ablate, spread over the whole range of attribution. 0: all candidates.
+        contexts: How many contexts to measure them on, at most. A quantile q needs well over 1 / (1 − q) of them.
+        root: Directory of stores. Default: the one that the run used.
     """
     from dmsae.cores.ablation import AblationConfig
     from dmsae.distillation.inspection import ablate_cycle
 
     done = ablate_cycle(run, cycle, AblationConfig(contexts, latents or None), root, TERMINAL)
-    agreed = done.agreement
-    out.print(
-        f"Cycle {done.cycle}: {agreed.n_latents} latents ablated in {done.measured.facts['n_contexts']} contexts."
-    )
+    agreed, facts = done.agreement, done.measured.facts
+    n_contexts, quantile = facts["n_contexts"], facts["config"]["quantile"]
+    out.print(f"Cycle {done.cycle}: {agreed.n_latents} latents, from all ranks, ablated in {n_contexts} contexts.")
     out.print(f"Spearman correlation with gradient × activation: {number(agreed.spearman)}")
     out.print(
         f"At coverage {done.coverage} among these, gradient × activation selects {agreed.n_first}, ablation "
         f"{agreed.n_second}, both {agreed.n_both} (Jaccard {agreed.jaccard:.2f})."
     )
+    if (1 - quantile) * n_contexts < 1:
+        TERMINAL.warn(
+            f"A score is the {quantile} quantile over contexts, and of {n_contexts} none lies above it: it is nearly "
+            f"the largest change seen. {_more_contexts(n_contexts, contexts)}"
+        )
+
+
+def _more_contexts(n_contexts: int, asked: int) -> str:
+    if n_contexts < asked:
+        return "The store's pairs hold no more contexts: harvest with more pair_tokens."
+    return "Give more --contexts."
 
 
 def _examples(place: Path, core: "Core", top: int, n_examples: int, root: Path | None) -> "list[list[Example]]":

@@ -17,8 +17,10 @@ from dmsae.commands.results import print_length
 from dmsae.commands.terminal import TERMINAL
 from dmsae.disk import layout
 from dmsae.disk.run import require_claimable
-from dmsae.distillation.distill import CycleReport, Distillation, DistillConfig, distill, run_settings
+from dmsae.distillation.distill import MAY_CHANGE, Distillation, DistillConfig, distill, run_settings
+from dmsae.distillation.outcome import CycleReport, require_cycles
 from dmsae.errors import ConfigError
+from dmsae.formats import require_checkpoint
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class DistillCommand:
     recipe: str = ""
     """Take the settings from a recipe: one that ships with dmsae, by name, or a .toml file. Flags win."""
     root: Path | None = None
-    """Directory of stores."""
+    """Directory of stores. It is remembered by what is made from this run."""
 
     def __post_init__(self) -> None:
         if self.live and self.store:
@@ -56,6 +58,9 @@ def command(recipe: str) -> DistillCommand:
 def run(command: DistillCommand) -> None:
     """Distill, printing a line per cycle, and then the result."""
     command.config.sae(d_model=1, n_core=0)  # impossible shapes are refused before anything is harvested
+    if command.config.cycle0.source:
+        require_checkpoint(command.config.cycle0.source)
+    require_cycles(command.out, command.config.cycles)
     warn_of_train_table(command.recipe, "distill", TERMINAL)
     source = LiveSource(Harvest(command.harvest, command.root, TERMINAL), progress=TERMINAL) if command.live else None
     store = _store(command, source)
@@ -76,8 +81,8 @@ def _store(command: DistillCommand, source: ActivationSource | None) -> Store:
     wanted = replace(command.harvest, train_tokens=0) if source else command.harvest
     harvest = Harvest(wanted, command.root, TERMINAL)
     if not is_complete(harvest.path):  # a directory of another run is refused before the long work, not after it
-        settings = run_settings(command.config, harvest.path.name, harvest.identity, source)
-        require_claimable(command.out, settings)
+        settings = run_settings(command.config, harvest.path.name, harvest.identity, source, harvest.path.parent)
+        require_claimable(command.out, settings, MAY_CHANGE)
     return harvest.run()
 
 

@@ -4,10 +4,11 @@ from dmsae.activations.splits import Split
 from dmsae.activations.store import Store
 from dmsae.commands.output import number, out, plain_table
 from dmsae.commands.terminal import TERMINAL
-from dmsae.evaluation.fidelity import fidelity
+from dmsae.errors import TrainingError
+from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.sae.sae import SAE
 from dmsae.training.config import TrainConfig
-from dmsae.training.result import TrainResult
+from dmsae.training.result import TrainResult, TrainState
 
 
 def print_length(config: TrainConfig, store: Store | None) -> None:
@@ -18,18 +19,20 @@ def print_length(config: TrainConfig, store: Store | None) -> None:
 
 
 def print_results(results: list[TrainResult], store: Store) -> None:
-    """Print a line per trained SAE: held-out figures with its thresholds, and those of its last training batch."""
-    table = plain_table("sae", "k", "state", "step", "FVE", "L0 core", "L0 other", "L0", "train FVE", "dead")
+    """Print a line per trained SAE: its held-out figures, those of its last training batch, and why one failed."""
+    table = plain_table(
+        "sae", "k", "state", "step", "FVE", "prefix 0", "L0 core", "L0 other", "L0", "train FVE", "dead"
+    )
     for result in results:
-        sae = SAE.load(result.directory)
-        heldout = fidelity(sae, store)
+        heldout = kept_fidelity(result.directory, store)
         core, other = (heldout.l0_core, heldout.l0_noncore) if heldout else (None, None)
         table.add_row(
             result.name,
-            str(sae.config.k_selected),
+            str(SAE.load(result.directory).config.k_selected),
             result.state,
             f"{result.step:,}",
             number(heldout.fve if heldout else None),
+            number(heldout.fve_prefixes[0] if heldout else None),
             number(core, 1),
             number(other, 1),
             number(core + other if core is not None and other is not None else None, 1),
@@ -37,5 +40,23 @@ def print_results(results: list[TrainResult], store: Store) -> None:
             str(sum(result.metrics.dead_groups[1:])) if result.metrics else "–",
         )
     out.print(table)
-    out.print("FVE and L0: held-out text, inference thresholds. train FVE: the last training batch.")
-    out.print("k: what BatchTopK keeps per token; with a dense core, of the other latents.")
+    tokens = f"{store.n_rows(Split.HELDOUT):,} held-out activations"
+    out.print(f"FVE (all latents, and the core with prefix 0) and L0: {tokens}, inference thresholds.")
+    out.print("train FVE: the last training batch. k: what BatchTopK keeps; with a dense core, of the other latents.")
+    for result in _failed(results):
+        out.print(f"{result.name} {result.state} at step {result.step:,}: {result.cause}.")
+
+
+def require_finished(results: list[TrainResult]) -> None:
+    """Raise when no SAE finished its training: what collapsed or diverged is not a result."""
+    failed = _failed(results)
+    if len(failed) == len(results):
+        which = f"{failed[0].name} {failed[0].state}" if len(failed) == 1 else f"All {len(failed)} SAEs failed"
+        raise TrainingError(
+            f"{which}: {failed[0].cause}. What there is of it is in {failed[0].directory}. Try a smaller k, a lower lr "
+            "or a longer warm-up, in a new directory."
+        )
+
+
+def _failed(results: list[TrainResult]) -> list[TrainResult]:
+    return [result for result in results if result.state is not TrainState.FINISHED]

@@ -9,10 +9,10 @@ import tyro
 from dmsae.activations.sources import StoreSource
 from dmsae.activations.store import Store, open_store
 from dmsae.commands.recipes import read_sections
-from dmsae.commands.results import print_results
+from dmsae.commands.results import print_results, require_finished
 from dmsae.commands.terminal import TERMINAL
 from dmsae.cores.core import Core
-from dmsae.distillation.transfer import CoreMode, require_latents
+from dmsae.distillation.transfer import CoreMode, keep_fidelity, require_latents
 from dmsae.errors import ConfigError
 from dmsae.sae.config import DenseCore, SAEConfig, SparseCore, core_first, matryoshka_nesting
 from dmsae.training.config import TrainConfig
@@ -77,7 +77,9 @@ def run(command: TrainCommand) -> None:
     sae = command.sae(store.d_model, len(core) if core else 0)
     rows = core.encoder_CD if core else None
     result = train(sae, StoreSource(store), command.out, command.config, rows, TERMINAL)
+    keep_fidelity(command.out, [result], store, command.config.device, TERMINAL)
     print_results([result], store)
+    require_finished([result])
 
 
 def _core(command: TrainCommand, store: Store) -> Core | None:

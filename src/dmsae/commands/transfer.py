@@ -9,12 +9,12 @@ import tyro
 from dmsae.activations.harvest import Harvest
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.sources import LiveSource
-from dmsae.activations.store import open_store
 from dmsae.commands.output import out
 from dmsae.commands.recipes import read_sections, warn_of_train_table
-from dmsae.commands.results import print_length, print_results
+from dmsae.commands.results import print_length, print_results, require_finished
 from dmsae.commands.terminal import TERMINAL
 from dmsae.cores.core import Core
+from dmsae.distillation.matching import open_store_of
 from dmsae.distillation.transfer import TransferConfig, transfer
 from dmsae.errors import ConfigError
 
@@ -39,7 +39,7 @@ class TransferCommand:
     recipe: str = ""
     """Take the settings from a recipe: one that ships with dmsae, by name, or a .toml file. Flags win."""
     root: Path | None = None
-    """Directory of stores."""
+    """Directory of stores. Default: the one that the distillation used."""
 
     def __post_init__(self) -> None:
         if self.live and self.store:
@@ -57,9 +57,10 @@ def run(command: TransferCommand) -> None:
     """Train SAEs from a core and print how each ended."""
     warn_of_train_table(command.recipe, "transfer", TERMINAL)
     core = Core.load(command.core)
-    store = open_store(command.store or core.provenance.store, command.root)
+    store = open_store_of(command.core, command.store or core.provenance.store, command.root)
     source = LiveSource(Harvest(command.harvest, command.root, TERMINAL), progress=TERMINAL) if command.live else None
     print_length(command.config.train, None if source else store)
     results = transfer(command.config, core, store, command.out, source=source, progress=TERMINAL)
     out.print(f"SAEs of width {command.config.width:,} from a core of {len(core)} latents, in {command.out}:")
     print_results(results, store)
+    require_finished(results)

@@ -67,9 +67,14 @@ def shard_file(split: str, index: int) -> str:
     return f"{split}/{index:05d}.safetensors"
 
 
-def cycle_directory(run: Path, cycle: int) -> Path:
+def cycle_directory(run: Path, cycle: int | str) -> Path:
     """Return the folder of one cycle of a distillation."""
     return run / f"cycle-{cycle}"
+
+
+def earlier_results(run: Path, cycles: int) -> tuple[Path, Path]:
+    """Return where the distilled core and the summary go that a run gave when it had fewer cycles."""
+    return run / f"{DISTILLED}-{cycles}", run / f"{Path(SUMMARY).stem}-{cycles}.json"
 
 
 def has_artifact(directory: Path, name: str) -> bool:

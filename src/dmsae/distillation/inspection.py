@@ -1,11 +1,11 @@
-"""Questions to a distillation run on disk: which text fires its core, and whether ablation agrees with its scores."""
+"""Questions to what is on disk: which text fires a core or any latent, and whether ablation agrees with the scores."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 from dmsae.activations.base_model import BaseModel, ModelConfig, load_tokenizer
-from dmsae.activations.store import open_store
-from dmsae.config import from_dict, to_dict
+from dmsae.activations.store import Store
+from dmsae.config import Json, from_dict, to_dict
 from dmsae.cores.ablation import AblationConfig, ablate
 from dmsae.cores.attribution import Attribution
 from dmsae.cores.compare import Agreement, agreement
@@ -13,10 +13,13 @@ from dmsae.cores.core import Core
 from dmsae.disk import layout
 from dmsae.disk.files import write_json
 from dmsae.disk.run import claimed, read_settings
+from dmsae.distillation.matching import open_store_of
+from dmsae.distillation.status import n_cycles
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.evaluation.examples import Example, top_examples
+from dmsae.formats import load_any
 from dmsae.progress import SILENT, Progress
-from dmsae.sae.sae import SAE
+from dmsae.sae.sae import SAE, read_made_from
 
 
 class AblatedCycle(NamedTuple):
@@ -28,16 +31,53 @@ class AblatedCycle(NamedTuple):
     agreement: Agreement
 
 
+class FoundSAE(NamedTuple):
+    """An SAE on disk, and what it says it was made from."""
+
+    sae: SAE
+    directory: Path
+    made_from: Json
+
+
 def core_examples(
     place: Path, core: Core, n_latents: int, n_examples: int, root: Path | None = None
 ) -> list[list[Example]]:
     """Return the held-out text that fires the first latents of a core most; needs its run and its store."""
-    store = open_store(core.provenance.store, root)
-    store.require_text()
-    model = core.provenance.model
-    tokenizer = load_tokenizer(ModelConfig(name=model.name, revision=model.revision))
+    store = open_store_of(place, core.provenance.store, root)
     sae = SAE.load(_sae_of(place, core))
-    return top_examples(sae, core.slots_C[:n_latents].tolist(), store, tokenizer, n_examples)
+    return _examples(sae, core.slots_C[:n_latents].tolist(), store, n_examples)
+
+
+def has_core(place: Path) -> bool:
+    """Return whether there is a core in a directory, or the distilled core of a run."""
+    return any(layout.has_artifact(one, layout.CORE) for one in (place, place / layout.DISTILLED))
+
+
+def find_sae(place: Path) -> FoundSAE:
+    """Return the SAE in a directory of any known format; of a distillation, the one that its core was selected from."""
+    ours = (place, place / layout.SAE)
+    directory = next((one for one in ours if layout.has_artifact(one, layout.SAE)), None)
+    if directory is None and has_core(place):
+        directory = _sae_of(place, Core.load(place))
+    if directory is None:
+        return FoundSAE(load_any(place).sae, place, {})
+    return FoundSAE(SAE.load(directory), directory, read_made_from(directory))
+
+
+def latent_examples(
+    one: FoundSAE, latents: list[int], n_examples: int, key: str = "", root: Path | None = None
+) -> list[list[Example]]:
+    """Return the held-out text that fires some latents of an SAE most, in the store given or that it was made from."""
+    key = key or one.made_from.get("store") or one.made_from.get("heldout_store") or ""
+    if not key:
+        raise ConfigError(f"{one.directory} does not say which store it was made from. Give one with --store.")
+    return _examples(one.sae, latents, open_store_of(one.directory, key, root), n_examples)
+
+
+def require_latents_of(sae: SAE, latents: list[int]) -> None:
+    """Raise unless an SAE has all of these latents."""
+    if wrong := [latent for latent in latents if not 0 <= latent < sae.config.width]:
+        raise ConfigError(f"latents = {wrong}; the SAE has latents 0 to {sae.config.width - 1}.")
 
 
 def ablate_cycle(
@@ -51,12 +91,12 @@ def ablate_cycle(
     settings = read_settings(run)
     if settings.get("kind") != "distill":
         raise ConfigError(f"{run} is not a distillation, but a run of kind {settings.get('kind')!r}.")
-    cycle = settings["distill"]["cycles"] if cycle is None else cycle
+    cycle = _last_scored(run, n_cycles(run, settings)) if cycle is None else cycle
     coverage = settings["distill"]["coverage"]
     here = layout.cycle_directory(run, cycle)
     with claimed(run, settings):
         scored, sae = Attribution.load(here), SAE.load(here / layout.SAE)
-        store = open_store(settings["store"], root)
+        store = open_store_of(run, settings["store"], root)
         store.require_text()
         names = ("name", "revision", "hook", "dtype")
         model_config = from_dict(ModelConfig, {name: to_dict(store.model)[name] for name in names})
@@ -65,6 +105,25 @@ def ablate_cycle(
         agreed = agreement(scored, measured, coverage)
         write_json(here / layout.ABLATION / layout.AGREEMENT, agreed._asdict())
     return AblatedCycle(cycle, coverage, measured, agreed)
+
+
+def _last_scored(run: Path, cycles: int) -> int:
+    """Return the last cycle that has been scored: not the last of all when a run failed or is not finished."""
+    scored = (
+        layout.has_artifact(layout.cycle_directory(run, cycle), layout.ATTRIBUTION) for cycle in range(cycles + 1)
+    )
+    return max((cycle for cycle, done in enumerate(scored) if done), default=0)
+
+
+def _examples(sae: SAE, latents: list[int], store: Store, n_examples: int) -> list[list[Example]]:
+    store.require_text()
+    if store.d_model != sae.config.d_model:
+        raise ConfigError(
+            f"The SAE takes activations of width {sae.config.d_model}; those of the store {store.key} have width "
+            f"{store.d_model}."
+        )
+    tokenizer = load_tokenizer(ModelConfig(name=store.model.name, revision=store.model.revision))
+    return top_examples(sae, latents, store, tokenizer, n_examples)
 
 
 def _sae_of(place: Path, core: Core) -> Path:

@@ -1,5 +1,6 @@
-"""What a run directory has done and what comes next, read from its files alone."""
+"""What a run directory has done, what it is doing and what comes next, read from its files alone."""
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -7,9 +8,12 @@ from typing import NamedTuple
 from dmsae.config import Json
 from dmsae.disk import layout
 from dmsae.disk.checkpoint import read_state
-from dmsae.disk.run import read_settings
+from dmsae.disk.run import read_settings, running_process
 from dmsae.errors import CheckpointError
 from dmsae.training.result import TrainState, read_result
+
+_TAIL_BYTES = 16_384
+"""Enough for the last line of any metrics."""
 
 
 class StageState(StrEnum):
@@ -17,6 +21,7 @@ class StageState(StrEnum):
 
     WAITING = "waiting"
     STARTED = "in progress"
+    RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
 
@@ -28,23 +33,56 @@ class Stage(NamedTuple):
     state: StageState
     note: str = ""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether something of it is left to do."""
+        return self.state in (StageState.WAITING, StageState.STARTED)
+
 
 def stages(directory: Path) -> list[Stage]:
     """Return the stages of a run in their order."""
     settings = read_settings(directory)
+    is_running = running_process(directory) is not None
     match settings.get("kind"):
         case "train":
-            return _training(directory, settings)
+            return _training(directory, settings, is_running)
         case "distill":
-            return _distillation(directory, settings)
+            return _distillation(directory, settings, is_running)
     raise CheckpointError(f"{directory} is not a run of this version of dmsae: its kind is {settings.get('kind')!r}.")
 
 
-def _training(directory: Path, settings: Json) -> list[Stage]:
+def n_cycles(directory: Path, settings: Json) -> int:
+    """Return how many cycles after cycle 0 a distillation is to have, given its settings."""
+    if "cycles" not in settings:
+        raise CheckpointError(f"{directory} is a distillation of an earlier version of dmsae; this one cannot read it.")
+    cycles: int = settings["cycles"]
+    return cycles
+
+
+def read_summary(directory: Path) -> Json:
+    """Return the summary of a distillation; nothing when it has not ended."""
+    path = directory / layout.SUMMARY
+    if not path.is_file():
+        return {}
+    try:
+        summary: Json = json.loads(path.read_text(encoding="utf8"))
+        len(summary["cycles"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is not the summary of a distillation: {error!r}. Remove it, and run the same command again."
+        ) from error
+    return summary
+
+
+def _training(directory: Path, settings: Json, is_running: bool) -> list[Stage]:
     steps = settings["schedule"]["steps"]
     checkpoint = directory / layout.CHECKPOINT
-    step = read_state(checkpoint)["step"] if checkpoint.is_file() else 0
-    return [_trained(directory, name, step, steps) for name in settings["saes"]]
+    saved = read_state(checkpoint)["step"] if checkpoint.is_file() else 0
+    listed = [_trained(directory, name, saved, steps) for name in settings["saes"]]
+    if not is_running:
+        return listed
+    notes = {name: f"step {max(saved, _logged(directory / name)):,} of {steps:,}" for name in settings["saes"]}
+    return [Stage(one.name, StageState.RUNNING, notes[one.name]) if one.is_open else one for one in listed]
 
 
 def _trained(directory: Path, name: str, step: int, steps: int) -> Stage:
@@ -58,17 +96,41 @@ def _trained(directory: Path, name: str, step: int, steps: int) -> Stage:
     return Stage(name, StageState.WAITING, f"{steps:,} steps")
 
 
-def _distillation(directory: Path, settings: Json) -> list[Stage]:
-    cycles = [stage for cycle in range(settings["distill"]["cycles"] + 1) for stage in _cycle(directory, cycle)]
-    whole = (directory / layout.SUMMARY).is_file()
-    return [*cycles, Stage("distilled core", StageState.DONE if whole else StageState.WAITING)]
+def _logged(sae: Path) -> int:
+    """Return the last step in an SAE's metrics. They may be written to meanwhile: the last line may not be whole."""
+    try:
+        with (sae / layout.METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
-def _cycle(directory: Path, cycle: int) -> list[Stage]:
+def _distillation(directory: Path, settings: Json, is_running: bool) -> list[Stage]:
+    cycles, summary = n_cycles(directory, settings), read_summary(directory)
+    failure = summary.get("failure")
+    last = failure["cycle"] if failure else cycles
+    listed = [stage for cycle in range(last + 1) for stage in _cycle(directory, cycle, is_running)]
+    if failure:
+        failed = next(i for i, one in enumerate(listed) if one.state is not StageState.DONE)
+        listed = [*listed[:failed], Stage(listed[failed].name, StageState.FAILED, failure["cause"])]
+        kept = summary["n_distilled"]
+        note = "needs two cores" if kept is None else f"{kept} latents, of the cycles before the one that failed"
+        return [*listed, Stage("distilled core", StageState.FAILED if kept is None else StageState.DONE, note)]
+    is_whole = len(summary.get("cycles", ())) == cycles + 1
+    listed.append(Stage("distilled core", StageState.DONE if is_whole else StageState.WAITING))
+    now = next((i for i, one in enumerate(listed) if one.is_open or one.state is StageState.RUNNING), None)
+    if is_running and now is not None:
+        listed[now] = listed[now]._replace(state=StageState.RUNNING)
+    return listed
+
+
+def _cycle(directory: Path, cycle: int, is_running: bool) -> list[Stage]:
     here = layout.cycle_directory(directory, cycle)
     has_sae = layout.has_artifact(here / layout.SAE, layout.SAE)
     if (here / layout.SETTINGS).is_file():
-        (training,) = _training(here, read_settings(here))
+        (training,) = _training(here, read_settings(here), is_running)
         first = Stage(f"cycle {cycle}: train", training.state, training.note)
     elif has_sae:
         first = Stage(f"cycle {cycle}: import", StageState.DONE)

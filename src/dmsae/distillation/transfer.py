@@ -14,7 +14,11 @@ from dmsae.activations.store import Store
 from dmsae.config import require
 from dmsae.cores.controls import RandomKind, random_core
 from dmsae.cores.core import Core
+from dmsae.devices import training_device
+from dmsae.disk.run import claimed, read_settings
+from dmsae.distillation.matching import require_matching
 from dmsae.errors import ConfigError
+from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.config import DenseCore, SAEConfig, SparseCore, core_first, matryoshka_nesting
 from dmsae.training.config import TrainConfig
@@ -113,7 +117,8 @@ def transfer(
 ) -> list[TrainResult]:
     """Train the SAEs of a transfer in a directory, or what is left of them, and return how each ended.
 
-    They train on the store's activations, or on those of `source`.
+    They train on the store's activations, or on those of `source`, which must be of the same model, hook and split.
+    Their figures on the store's held-out activations are kept beside each.
 
     >>> recipe = dmsae.TrainConfig(tokens=25_600, batch_size=128, lr=3e-3)
     >>> config = dmsae.TransferConfig(k=(2, 4), width=64, nesting=(16, 64), baselines=("msae",), train=recipe)
@@ -122,9 +127,21 @@ def transfer(
     ['dense-k2', 'msae-k2', 'dense-k4', 'msae-k4']
     """
     core.provenance.model.require_same(store.model, "the core", f"the store {store.key}")
+    directory, made_from = Path(directory), {"transferred": core.digest()}
+    if source is not None:
+        require_matching(source, store)
+        made_from |= {"heldout_store": store.key}
     specs = sae_specs(config, core)
-    made_from = {"transferred": core.digest()}
-    return train_together(specs, source or StoreSource(store), Path(directory), config.train, made_from, progress)
+    results = train_together(specs, source or StoreSource(store), directory, config.train, made_from, progress)
+    keep_fidelity(directory, results, store, config.train.device, progress)
+    return results
+
+
+def keep_fidelity(run: Path, results: list[TrainResult], store: Store, device: str, progress: Progress) -> None:
+    """Measure the held-out figures of each SAE of a run, unless that has been done, and keep them beside it."""
+    with claimed(run, read_settings(run)):
+        for result in results:
+            kept_fidelity(result.directory, store, training_device(device), progress)
 
 
 def require_latents(core: Core) -> None:

@@ -1,0 +1,77 @@
+"""What a distillation is: the SAE of each cycle, how many cycles, how each is trained and scored."""
+
+from dataclasses import dataclass, field
+
+from dmsae.config import Json, require, require_whole, to_dict
+from dmsae.cores.attribution import AttributionConfig
+from dmsae.cores.selection import require_coverage
+from dmsae.sae.config import DenseCore, SAEConfig, core_first, matryoshka_nesting
+from dmsae.training.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle0:
+    """The SAE that a distillation starts from. Its width, k and prefixes need not be those of the later cycles."""
+
+    source: str = ""
+    """Directory of a Matryoshka SAE without a core (dictionary_learning / SAEBench, SAELens, or one of ours), or
+    hub:owner/name/folder. Empty: train cycle 0 from nothing, like the others."""
+    k: int | None = None
+    """Its k, only when the checkpoint does not say it."""
+    nesting: tuple[int, ...] = ()
+    """Its cumulative prefix sizes, ending in its width, only when the checkpoint does not say them."""
+
+    def __post_init__(self) -> None:
+        if self.k is not None:
+            require_whole("cycle0.k", self.k, 1)
+        for name in ("k", "nesting"):
+            given = getattr(self, name)
+            remedy = "A cycle 0 that is trained here takes it from the run."
+            require(
+                bool(self.source) or not given, f"cycle0.{name}", given, "be left out without cycle0.source", remedy
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class DistillConfig:
+    """One distillation.
+
+    >>> dmsae.DistillConfig(width=4096, k=40).sae(d_model=576, n_core=50).prefixes
+    (178, 434, 946, 1970, 4096)
+    """
+
+    width: int = 4096
+    """Dictionary width K of every cycle that is trained here."""
+    k: int = 40
+    """Target sparsity. Beside a core, which fires freely, so many of the other latents are active per token."""
+    nesting: tuple[int, ...] = ()
+    """Cumulative prefix sizes without a core, ending in `width`. Empty: groups of 1/32, 1/16, 1/8, 1/4 and the rest."""
+    cycles: int = 4
+    """Train-and-select cycles T after cycle 0. More of them continue a run that has ended."""
+    coverage: float = 0.9
+    """Share τ of the attribution that a core has to hold."""
+    cycle0: Cycle0 = field(default_factory=Cycle0)
+    center_input: bool = True
+    """Whether the encoder sees x − b_dec, as the published checkpoints do."""
+    attribution: AttributionConfig = field(default_factory=AttributionConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How each cycle trains; its seed is derived from this run's `seed` and the cycle."""
+    seed: int = 0
+    """Determines every cycle's initial weights and order of activations."""
+
+    def __post_init__(self) -> None:
+        require_whole("cycles", self.cycles, 1)
+        require_coverage(self.coverage)
+        remedy = "Set seed instead: each cycle's follows from it."
+        require(self.train.seed == 0, "train.seed", self.train.seed, "be left out", remedy)
+
+    def sae(self, d_model: int, n_core: int) -> SAEConfig:
+        """Return what the SAE of a cycle is: the core first, then the same non-core groups in every cycle."""
+        prefixes = core_first(self.nesting or matryoshka_nesting(self.width), n_core)
+        core = DenseCore(n_core, k_noncore=self.k) if n_core else None
+        return SAEConfig(d_model, self.width, self.k, prefixes, core, self.center_input)
+
+    def result_settings(self) -> Json:
+        """Return the settings that determine each cycle; not how many there are, nor how often to log and to save."""
+        train = {name: value for name, value in self.train.result_settings().items() if name != "seed"}
+        return {name: value for name, value in to_dict(self).items() if name != "cycles"} | {"train": train}
