@@ -58,7 +58,7 @@ def test_a_latent_that_too_few_have_is_left_out(planted: Planted) -> None:
     saes = [sae_that_shares(planted, 0), sae_that_shares(planted, 1), alone, alone]
     assert len(agreed(planted, saes, ConsensusConfig(min_share=0.3))) == SHARED
     with pytest.raises(AttributionError, match="agree on no candidate: the most alike have similarity"):
-        agreed(planted, saes, ConsensusConfig(min_share=0.9))
+        agreed(planted, saes, ConsensusConfig(min_similarity=0.8, min_share=0.9))
 
 
 def test_matching_is_one_to_one_and_survives_the_disk(planted: Planted, tmp_path: Path) -> None:
