@@ -1,13 +1,67 @@
-"""Random cores: controls of equal size that nothing was distilled into."""
+"""Controls: cores of equal size that nothing was distilled into, or that another rule chose."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store, StoreWriter
 from dmsae.cores.controls import RandomKind, random_core
+from dmsae.cores.core import Core, Lineage, Provenance
+from dmsae.cores.statistics import sample_activations
+from dmsae.disk.layout import shard_file
+from dmsae.errors import ConfigError, StoreError
+from dmsae.sae.detectors import Detectors
+from planted import REQUEST, Planted, planted_store
 from three_cycles import three_cycles
 
+N_SAMPLE = 16_384
 
-@pytest.mark.parametrize("kind", RandomKind)
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
+    """More training rows than a sample takes: the others are fresh."""
+    return planted_store(tmp_path_factory.mktemp("planted") / "store", n_rows=40_000)
+
+
+def store_of(path: Path, x: Tensor, split: Split = Split.TRAIN) -> Store:
+    writer = StoreWriter(path, REQUEST)
+    writer.add(shard_file(split, 0), {"x": x}, {})
+    return writer.finish(x.shape[1])
+
+
+def core_of(store: Store, rows: Tensor, detectors: Detectors | None = None) -> Core:
+    return Core(
+        encoder_CD=rows,
+        scores_C=torch.arange(len(rows), 0, -1).double(),
+        slots_C=torch.arange(len(rows)),
+        lineage=tuple(Lineage(0, i, (0, 1)) for i in range(len(rows))),
+        cycle=1,
+        provenance=Provenance.of(store, {"seed": 0}),
+        detectors=detectors,
+    )
+
+
+def detector_core(planted: Planted) -> Core:
+    """Detectors of sums of planted directions, of many norms, rates and thresholds."""
+    n = len(planted.directions)
+    mixed = torch.rand(n, n, generator=torch.Generator().manual_seed(0)) @ planted.directions
+    norms = torch.linspace(0.4, 2.5, n)
+    detectors = Detectors(torch.linspace(-2.0, 0.0, n) * norms, torch.linspace(0.0, 0.3, n))
+    return core_of(planted.store, norms[:, None] * torch.nn.functional.normalize(mixed), detectors)
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
+
+
+# Random directions
+
+
+@pytest.mark.parametrize("kind", [RandomKind.UNIT, RandomKind.NORM_MATCHED])
 def test_a_random_core_shares_size_and_norms_only(kind: RandomKind) -> None:
     like = three_cycles().cores[1]
     control = random_core(like, kind, seed=3)
@@ -18,3 +72,58 @@ def test_a_random_core_shares_size_and_norms_only(kind: RandomKind) -> None:
     assert not torch.allclose(control.encoder_CD, random_core(like, kind, seed=4).encoder_CD)
     assert all(latent.selected_in == () for latent in control.lineage)
     assert control.provenance.config["random_core"]["like"] == like.digest()
+
+
+def test_a_random_core_has_no_detectors() -> None:
+    like = three_cycles().cores[1]
+    assert like.detectors is not None
+    assert random_core(like, RandomKind.UNIT, seed=0).detectors is None
+
+
+def test_covariance_matched_rows_have_the_covariance_of_the_activations(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(12, 12, generator=generator) * torch.logspace(0, -1.5, 12)
+    x = torch.randn(2000, 12, generator=generator) @ mixing.T + 5.0
+    store = store_of(tmp_path / "store", x)
+    like = core_of(store, torch.linspace(0.5, 3, 2000)[:, None].expand(2000, 12).contiguous())
+
+    control = random_core(like, RandomKind.COVARIANCE_MATCHED, 0, store)
+
+    torch.testing.assert_close(control.encoder_CD.norm(dim=1), like.encoder_CD.norm(dim=1))
+    directions = torch.nn.functional.normalize(control.encoder_CD)
+    drawn = torch.distributions.MultivariateNormal(torch.zeros(12), x.T.cov()).sample((100_000,))
+    expected = torch.nn.functional.normalize(drawn).T.cov()
+    assert correlation(directions.T.cov(), expected) > 0.995
+    # The mean of the activations, far larger than their spread, is no direction of the rows.
+    assert directions.mean(0).norm() < 5 / len(like) ** 0.5
+    assert torch.equal(control.encoder_CD, random_core(like, RandomKind.COVARIANCE_MATCHED, 0, store).encoder_CD)
+    other = random_core(like, RandomKind.COVARIANCE_MATCHED, 1, store)
+    assert abs(correlation(control.encoder_CD, other.encoder_CD)) < 0.1
+    origin = {"kind": "covariance_matched", "seed": 0, "like": like.digest(), "store": store.key}
+    assert control.provenance.config == {"random_core": origin}
+
+
+def test_covariance_matched_rows_need_activations_of_the_same_model(planted: Planted) -> None:
+    like = detector_core(planted)
+    with pytest.raises(ConfigError, match=r"covariance_matched.*store"):
+        random_core(like, RandomKind.COVARIANCE_MATCHED, seed=0)
+    elsewhere = replace(like.provenance, model=replace(like.provenance.model, hook="layers.3"))
+    with pytest.raises(ConfigError, match="models differ"):
+        random_core(replace(like, provenance=elsewhere), RandomKind.COVARIANCE_MATCHED, 0, planted.store)
+
+
+# Samples
+
+
+def test_a_sample_is_the_first_training_rows_or_else_the_pairs(planted: Planted, tmp_path: Path) -> None:
+    first = planted.store.read(planted.store.shards(Split.TRAIN)[0])["x"]
+    assert torch.equal(sample_activations(planted.store, 100), first[:100])
+    assert sample_activations(planted.store).shape == (N_SAMPLE, 32)
+    assert len(sample_activations(planted.store, 50_000)) == 40_000
+    pairs = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(sample_activations(store_of(tmp_path / "pairs", pairs, Split.PAIRS)), pairs)
+    with pytest.raises(StoreError, match="no activations"):
+        sample_activations(StoreWriter(tmp_path / "none", REQUEST).finish(3))
+    for name, value in {"nan": float("nan"), "constant": 1.0}.items():
+        with pytest.raises(StoreError, match=r"finite|vary"):
+            sample_activations(store_of(tmp_path / name, torch.full((10, 3), value)))

@@ -13,9 +13,9 @@ from dmsae.config import recipe_names
 from dmsae.cores.controls import RandomKind
 from dmsae.cores.core import Core, Lineage, Provenance
 from dmsae.distillation.status import StageState, stages
-from dmsae.distillation.transfer import CoreMode, TransferConfig, k_noncore, sae_specs, transfer
+from dmsae.distillation.transfer import TransferConfig, k_noncore, sae_specs, transfer
 from dmsae.errors import ConfigError
-from dmsae.sae.config import DenseCore, SparseCore
+from dmsae.sae.config import CoreMode, DenseCore, SparseCore
 from dmsae.sae.sae import SAE, read_made_from
 from dmsae.training.config import TrainConfig
 from dmsae.training.result import TrainState

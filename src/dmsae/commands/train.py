@@ -12,11 +12,13 @@ from dmsae.commands.recipes import read_sections
 from dmsae.commands.results import print_results, require_finished
 from dmsae.commands.terminal import TERMINAL
 from dmsae.cores.core import Core
-from dmsae.distillation.transfer import CoreMode, keep_fidelity, require_latents
+from dmsae.disk import layout
+from dmsae.distillation.carrier import carrier
+from dmsae.distillation.transfer import keep_fidelity, require_latents
 from dmsae.errors import ConfigError
-from dmsae.sae.config import DenseCore, SAEConfig, SparseCore, core_first, matryoshka_nesting
+from dmsae.sae.config import CoreMode, SAEConfig, core_first, matryoshka_nesting
 from dmsae.training.config import TrainConfig
-from dmsae.training.trainer import train
+from dmsae.training.trainer import train_together
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,13 @@ class TrainCommand:
     width: int = 4096
     """Number K of latents."""
     k: int = 40
-    """Active latents per token (non-core ones when the core is dense)."""
+    """Active latents per token (non-core ones beside a core that does not compete)."""
     nesting: tuple[int, ...] = ()
     """Cumulative prefix sizes without a core, ending in the width. Empty: what `kind` says."""
     core: Path | None = None
     """Freeze the encoder rows of this core (a distillation run, or a directory with a core in it)."""
     core_mode: CoreMode = CoreMode.DENSE
-    """Whether the core fires freely or competes."""
+    """dense: the core fires freely. sparse: it competes. detector: its offsets and thresholds are frozen too."""
     center_input: bool = True
     """Whether the encoder sees x − b_dec."""
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
@@ -58,9 +60,7 @@ class TrainCommand:
                 f"nesting = {self.nesting}; it must be left out with kind = batchtopk, which has one group."
             )
         nesting = self.nesting or ((self.width,) if self.kind == "batchtopk" else matryoshka_nesting(self.width))
-        core: DenseCore | SparseCore | None = None
-        if n_core:
-            core = DenseCore(n_core, self.k) if self.core_mode is CoreMode.DENSE else SparseCore(n_core)
+        core = self.core_mode.core(n_core, self.k) if n_core else None
         return SAEConfig(d_model, self.width, self.k, core_first(nesting, n_core), core, self.center_input)
 
 
@@ -75,8 +75,8 @@ def run(command: TrainCommand) -> None:
     store = open_store(command.store, command.root)
     core = _core(command, store)
     sae = command.sae(store.d_model, len(core) if core else 0)
-    rows = core.encoder_CD if core else None
-    result = train(sae, StoreSource(store), command.out, command.config, rows, TERMINAL)
+    spec = carrier(layout.SAE, sae, core)
+    (result,) = train_together([spec], StoreSource(store), command.out, command.config, progress=TERMINAL)
     keep_fidelity(command.out, [result], store, command.config.device, TERMINAL)
     print_results([result], store)
     require_finished([result])

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from dmsae.config import Json, require, require_whole, to_dict
+from dmsae.config import Json, require, require_choice, require_whole, to_dict
 from dmsae.cores.attribution import AttributionConfig
 from dmsae.cores.selection import require_coverage
-from dmsae.sae.config import DenseCore, SAEConfig, core_first, matryoshka_nesting
+from dmsae.sae.config import CoreMode, SAEConfig, core_first, matryoshka_nesting
 from dmsae.training.config import TrainConfig
 
 
@@ -43,13 +43,17 @@ class DistillConfig:
     width: int = 4096
     """Dictionary width K of every cycle that is trained here."""
     k: int = 40
-    """Target sparsity. Beside a core, which fires freely, so many of the other latents are active per token."""
+    """Target sparsity. Beside a core that does not compete, so many of the other latents are active per token."""
     nesting: tuple[int, ...] = ()
     """Cumulative prefix sizes without a core, ending in `width`. Empty: groups of 1/32, 1/16, 1/8, 1/4 and the rest."""
     cycles: int = 4
     """Train-and-select cycles T after cycle 0. More of them continue a run that has ended."""
     coverage: float = 0.9
     """Share τ of the attribution that a core has to hold."""
+    core_mode: CoreMode = CoreMode.DENSE
+    """What of a core each cycle freezes, and how it competes: dense as in the paper, sparse, or detector."""
+    max_rate: float | None = None
+    """Keep latents out of the core that fire on a larger share of positions. None: as in the paper."""
     cycle0: Cycle0 = field(default_factory=Cycle0)
     center_input: bool = True
     """Whether the encoder sees x − b_dec, as the published checkpoints do."""
@@ -62,13 +66,16 @@ class DistillConfig:
     def __post_init__(self) -> None:
         require_whole("cycles", self.cycles, 1)
         require_coverage(self.coverage)
+        require_choice("core_mode", self.core_mode, CoreMode)
+        if self.max_rate is not None:
+            require(0 < self.max_rate <= 1, "max_rate", self.max_rate, "be above 0 and at most 1, or left out")
         remedy = "Set seed instead: each cycle's follows from it."
         require(self.train.seed == 0, "train.seed", self.train.seed, "be left out", remedy)
 
     def sae(self, d_model: int, n_core: int) -> SAEConfig:
         """Return what the SAE of a cycle is: the core first, then the same non-core groups in every cycle."""
         prefixes = core_first(self.nesting or matryoshka_nesting(self.width), n_core)
-        core = DenseCore(n_core, k_noncore=self.k) if n_core else None
+        core = self.core_mode.core(n_core, k_noncore=self.k) if n_core else None
         return SAEConfig(d_model, self.width, self.k, prefixes, core, self.center_input)
 
     def result_settings(self) -> Json:

@@ -22,6 +22,7 @@ from dmsae.cores.selection import next_core
 from dmsae.devices import training_device
 from dmsae.disk import layout
 from dmsae.disk.run import claimed, require_claimable
+from dmsae.distillation.carrier import carrier
 from dmsae.distillation.config import Cycle0, DistillConfig
 from dmsae.distillation.cycle0 import read_cycle0, save_cycle0
 from dmsae.distillation.matching import require_matching
@@ -32,7 +33,6 @@ from dmsae.progress import SILENT, Progress
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.sae import SAE
 from dmsae.seeds import derive_seed
-from dmsae.training.learner import SAESpec
 from dmsae.training.result import TrainState, read_result
 from dmsae.training.trainer import train_together
 
@@ -141,7 +141,7 @@ def _train(
     """Return the SAE of a cycle: imported, already there, or trained now from the core's rows alone."""
     if cycle == 0 and config.cycle0.source:
         return SAE.load(here / layout.SAE)
-    spec = SAESpec(layout.SAE, _fitting(config, store, core, cycle), core.encoder_CD if core else None)
+    spec = carrier(layout.SAE, _fitting(config, store, core, cycle), core)
     train = replace(config.train, seed=derive_seed(config.seed, "cycle", cycle))
     try:
         train_together([spec], source, here, train, {"cycle": cycle}, progress)
@@ -184,6 +184,6 @@ def _select(
         return Core.load(here)
     cycle = previous.cycle + 1 if previous else 0
     provenance = Provenance.of(store, config.result_settings())
-    core = next_core(previous, sae, attribution, cycle, config.coverage, provenance)
+    core = next_core(previous, sae, attribution, cycle, config.coverage, provenance, config.max_rate)
     core.save(here)
     return core

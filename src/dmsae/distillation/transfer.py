@@ -12,15 +12,18 @@ from typing import Literal
 from dmsae.activations.sources import ActivationSource, StoreSource
 from dmsae.activations.store import Store
 from dmsae.config import require
-from dmsae.cores.controls import RandomKind, random_core
+from dmsae.cores.controls import RandomKind, random_core, random_detectors
 from dmsae.cores.core import Core
+from dmsae.cores.statistics import sample_activations
 from dmsae.devices import training_device
 from dmsae.disk.run import claimed, read_settings
+from dmsae.distillation.carrier import carrier
 from dmsae.distillation.matching import require_matching
 from dmsae.errors import ConfigError
 from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.progress import SILENT, Progress
-from dmsae.sae.config import DenseCore, SAEConfig, SparseCore, core_first, matryoshka_nesting
+from dmsae.sae.config import CoreConfig, CoreMode, SAEConfig, core_first, matryoshka_nesting
+from dmsae.sae.detectors import detect
 from dmsae.training.config import TrainConfig
 from dmsae.training.learner import SAESpec
 from dmsae.training.result import TrainResult
@@ -29,13 +32,13 @@ from dmsae.training.trainer import train_together
 Baseline = Literal["msae", "batchtopk"]
 
 
-class CoreMode(StrEnum):
-    """How a core takes part in BatchTopK."""
+class Budget(StrEnum):
+    """What the target sparsity k is a budget for, beside a core that does not compete."""
 
-    DENSE = "dense"
-    """It fires freely; only the other latents compete."""
-    SPARSE = "sparse"
-    """It competes like any other latent."""
+    NONCORE = "noncore"
+    """The non-core latents, in proportion: round(k·(K−c)/K) of them, as in the paper. The core comes on top."""
+    TOTAL = "total"
+    """All latents: the non-core ones get what the core leaves, so that the measured L0 is k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,14 @@ class TransferConfig:
     nesting: tuple[int, ...] = ()
     """Cumulative prefix sizes without a core, ending in `width`. Empty: groups of 1/32, 1/16, 1/8, 1/4 and the rest."""
     core_modes: tuple[CoreMode, ...] = (CoreMode.DENSE,)
-    """dense: the core fires freely. sparse: it competes in one BatchTopK of k over all latents."""
+    """dense: the core fires freely. sparse: it competes in one BatchTopK of k over all latents. detector: its
+    activations are frozen too, not only its encoder rows."""
+    budget: Budget = Budget.NONCORE
+    """Whether k counts the non-core latents beside a dense or detector core (the paper), or all."""
     random_cores: tuple[RandomKind, ...] = ()
-    """Controls beside each of them: cores of equal size in random directions, of unit norm or matched norms."""
+    """Controls beside each of them: cores of equal size in random directions, whose norms are 1, or those of the core,
+    or whose covariance is that of the activations. A detector core has one control of its own, whatever is named here:
+    random detectors of the same firing rates and mean activations."""
     baselines: tuple[Baseline, ...] = ()
     """Also train, at each k: msae, a Matryoshka SAE without a core; batchtopk, an SAE with one prefix and no core."""
     center_input: bool = True
@@ -70,14 +78,9 @@ class TransferConfig:
         if not self.k or not (self.core_modes or self.baselines):
             raise ConfigError("Nothing to train: give at least one k, and a core mode or a baseline.")
 
-    def sae(self, d_model: int, k: int, mode: CoreMode | None, n_core: int) -> SAEConfig:
-        """Return one SAE of the transfer; without a mode it is a Matryoshka SAE without a core."""
+    def sae(self, d_model: int, k: int, core: CoreConfig | None) -> SAEConfig:
+        """Return one SAE of the transfer; without a core it is a Matryoshka SAE."""
         nesting = self.nesting or matryoshka_nesting(self.width)
-        core: DenseCore | SparseCore | None = None
-        if mode is CoreMode.DENSE:
-            core = DenseCore(n_core, k_noncore(k, self.width, n_core))
-        elif mode is CoreMode.SPARSE:
-            core = SparseCore(n_core)
         prefixes = core_first(nesting, core.n) if core else nesting
         return SAEConfig(d_model, self.width, k, prefixes, core, self.center_input)
 
@@ -87,23 +90,62 @@ def k_noncore(k: int, width: int, n_core: int) -> int:
     return math.floor(k * (width - n_core) / width + 0.5)
 
 
-def sae_specs(config: TransferConfig, core: Core) -> list[SAESpec]:
-    """Return the SAEs of a transfer, in the order in which they are reported."""
+def sae_specs(config: TransferConfig, core: Core, store: Store | None = None) -> list[SAESpec]:
+    """Return the SAEs of a transfer, in the order in which they are reported.
+
+    Controls and budgets that depend on the activations need a store of them.
+    """
     require_latents(core)
     d_model = core.encoder_CD.shape[1]
-    controls = {f"random-{kind}-": random_core(core, kind, config.train.seed) for kind in config.random_cores}
+    sources = {mode: {"": core} | _controls(config, core, mode, store) for mode in config.core_modes}
+    l0 = {mode: _detector_l0(config, mode, core, store) for mode in config.core_modes}
     specs = []
     for k in config.k:
         for mode in config.core_modes:
-            for prefix, source in ({"": core} | controls).items():
-                specs.append(
-                    SAESpec(f"{prefix}{mode}-k{k}", config.sae(d_model, k, mode, len(core)), source.encoder_CD)
-                )
+            sae = config.sae(d_model, k, mode.core(len(core), _k_noncore(config, k, core, l0[mode])))
+            follows = config.budget is Budget.TOTAL and mode is CoreMode.DENSE
+            for prefix, source in sources[mode].items():
+                specs.append(carrier(f"{prefix}{mode}-k{k}", sae, source, follows))
         for baseline in config.baselines:
-            sae = config.sae(d_model, k, None, 0)
+            sae = config.sae(d_model, k, None)
             sae = sae if baseline == "msae" else replace(sae, prefixes=(config.width,))
             specs.append(SAESpec(f"{baseline}-k{k}", sae))
     return specs
+
+
+def _controls(config: TransferConfig, core: Core, mode: CoreMode, store: Store | None) -> dict[str, Core]:
+    """Return the random cores to train beside a core, by the prefix of their names."""
+    seed = config.train.seed
+    if mode is CoreMode.DETECTOR:
+        return {"random-": random_detectors(core, _required(store), seed)} if config.random_cores else {}
+    return {f"random-{kind}-": random_core(core, kind, seed, store) for kind in config.random_cores}
+
+
+def _detector_l0(config: TransferConfig, mode: CoreMode, core: Core, store: Store | None) -> float | None:
+    """Return how many detectors fire per token, when the budget has to make room for them."""
+    if mode is not CoreMode.DETECTOR or config.budget is Budget.NONCORE:
+        return None
+    if core.detectors is None:
+        raise ConfigError("The core has no offsets and thresholds to make detectors of. Distill it again.")
+    fires = detect(sample_activations(_required(store)), core.encoder_CD, core.detectors) > 0
+    return float(fires.sum(1).float().mean())
+
+
+def _required(store: Store | None) -> Store:
+    if store is None:
+        raise ConfigError("Random detectors and total budgets depend on the activations: give a store of them.")
+    return store
+
+
+def _k_noncore(config: TransferConfig, k: int, core: Core, detector_l0: float | None) -> int:
+    """Return how many non-core latents BatchTopK keeps beside a core."""
+    if detector_l0 is None:
+        return k_noncore(k, config.width, len(core))
+    left = round(k - detector_l0)
+    remedy = "Ask for a larger k, or select the core with a cap on firing rates (max_rate)."
+    must = f"exceed the {detector_l0:.1f} detectors that fire on the average token by at least 1"
+    require(left >= 1, "k", k, must, remedy)
+    return left
 
 
 def transfer(
@@ -131,7 +173,7 @@ def transfer(
     if source is not None:
         require_matching(source, store)
         made_from |= {"heldout_store": store.key}
-    specs = sae_specs(config, core)
+    specs = sae_specs(config, core, store)
     results = train_together(specs, source or StoreSource(store), directory, config.train, made_from, progress)
     keep_fidelity(directory, results, store, config.train.device, progress)
     return results

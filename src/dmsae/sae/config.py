@@ -5,6 +5,7 @@ makes the *prefixes* (114, 242, 2048).
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -75,6 +76,27 @@ class DetectorCore:
 
 
 CoreConfig = DenseCore | SparseCore | DetectorCore
+
+
+class CoreMode(StrEnum):
+    """What of a core is frozen, and how it takes part in BatchTopK."""
+
+    DENSE = "dense"
+    """Its encoder rows are frozen and it fires freely; only the other latents compete. As in the paper."""
+    SPARSE = "sparse"
+    """Its encoder rows are frozen and it competes like any other latent."""
+    DETECTOR = "detector"
+    """Rows, offsets and thresholds are frozen: its activations are the same in every SAE that carries it."""
+
+    def core(self, n: int, k_noncore: int) -> CoreConfig:
+        """Return a core of this mode; a sparse one has no use for `k_noncore`."""
+        match self:
+            case CoreMode.DENSE:
+                return DenseCore(n, k_noncore)
+            case CoreMode.SPARSE:
+                return SparseCore(n)
+            case CoreMode.DETECTOR:
+                return DetectorCore(n, k_noncore)
 
 
 @dataclass(frozen=True, slots=True)

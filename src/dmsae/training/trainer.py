@@ -28,6 +28,7 @@ from dmsae.disk.run import claimed, stop_signals
 from dmsae.errors import CheckpointError, ConfigError, DmsaeError, TrainingError
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.config import SAEConfig
+from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import BatchResult
 from dmsae.sae.variance import fraction_explained
 from dmsae.training.config import TrainConfig
@@ -46,12 +47,13 @@ def train(
     directory: Path | str,
     config: TrainConfig | None = None,
     core_rows: Tensor | None = None,
+    detectors: Detectors | None = None,
     progress: Progress = SILENT,
 ) -> TrainResult:
     """Train one SAE in a directory, or resume it there, and return how it ended; `SAE.load(directory)` opens it.
 
     `data` is a store, an array or tensor of activations [n, D], or any other source. `core_rows` are the encoder rows
-    to freeze, as many as `sae.core` says.
+    to freeze, as many as `sae.core` says; a core of detectors needs their offsets and thresholds too.
 
     >>> config = dmsae.SAEConfig(d_model=16, width=64, k=4, prefixes=(16, 64))
     >>> recipe = dmsae.TrainConfig(tokens=25_600, batch_size=128, lr=3e-3)
@@ -59,7 +61,7 @@ def train(
     'finished'
     >>> sae = dmsae.SAE.load("runs/sae")
     """
-    spec = SAESpec(layout.SAE, sae, core_rows)
+    spec = SAESpec(layout.SAE, sae, core_rows, detectors)
     (result,) = train_together([spec], as_source(data), Path(directory), config, progress=progress)
     return result
 
