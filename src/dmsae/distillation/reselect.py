@@ -1,0 +1,47 @@
+"""Another core from the scores that a distillation has stored, without training anything."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from dmsae.config import Json
+from dmsae.cores.attribution import Attribution, QuantileOver
+from dmsae.cores.core import Core, Provenance
+from dmsae.cores.selection import SelectionReport, next_core, report_selection
+from dmsae.disk import layout
+from dmsae.disk.run import read_settings
+from dmsae.errors import ConfigError
+from dmsae.sae.sae import SAE
+
+
+class Selection(NamedTuple):
+    """A core and what its selection did to the pool."""
+
+    core: Core
+    report: SelectionReport
+
+
+def reselect(
+    run: Path,
+    cycle: int,
+    coverage: float | None = None,
+    over: QuantileOver | None = None,
+    max_rate: float | None = None,
+) -> Selection:
+    """Return the core of one cycle at another coverage, over other positions, or with a cap on firing rates.
+
+    What is left out is as it was in the run. The core carries its lineage, like the run's own.
+    """
+    settings = read_settings(run)
+    if settings.get("kind") != "distill":
+        raise ConfigError(f"{run} is not a distillation, but a run of kind {settings.get('kind')!r}.")
+    here = layout.cycle_directory(run, cycle)
+    attribution, sae = Attribution.load(here), SAE.load(here / layout.SAE)
+    attribution = attribution.over(over) if over else attribution
+    coverage = settings["distill"]["coverage"] if coverage is None else coverage
+    max_rate = settings["distill"].get("max_rate") if max_rate is None else max_rate
+    previous = Core.load(layout.cycle_directory(run, cycle - 1)) if cycle else None
+    chosen: Json = {"cycle": cycle, "coverage": coverage, "over": over, "max_rate": max_rate}
+    made_by = Core.load(here).provenance
+    provenance = Provenance(made_by.model, made_by.store, {**made_by.config, "reselected": chosen})
+    core = next_core(previous, sae, attribution, cycle, coverage, provenance, max_rate)
+    return Selection(core, report_selection(attribution, coverage, max_rate))

@@ -1,0 +1,56 @@
+"""Selecting again from stored scores: the run's own settings give the run's own core, others another."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmsae.cores.attribution import QuantileOver
+from dmsae.cores.core import Core
+from dmsae.disk import layout
+from dmsae.distillation.distill import DistillConfig, distill
+from dmsae.distillation.reselect import reselect
+from dmsae.errors import AttributionError, ConfigError
+from dmsae.training.config import TrainConfig
+from planted import planted_store
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("reselect")
+    train = TrainConfig(tokens=100 * 128, batch_size=128, lr=3e-3, device="cpu")
+    config = DistillConfig(width=64, k=4, nesting=(16, 64), cycles=1, train=train)
+    distill(config, planted_store(where / "store").store, where / "run")
+    return where / "run"
+
+
+@pytest.mark.parametrize("cycle", [0, 1])
+def test_the_run_s_own_settings_give_the_run_s_own_core(run: Path, cycle: int) -> None:
+    again, own = reselect(run, cycle).core, Core.load(layout.cycle_directory(run, cycle))
+    assert torch.equal(again.encoder_CD, own.encoder_CD)
+    assert again.lineage == own.lineage
+
+
+def test_a_lower_coverage_selects_the_head_of_the_same_ranking(run: Path) -> None:
+    own, fewer = Core.load(layout.cycle_directory(run, 1)), reselect(run, 1, coverage=0.4)
+    assert 0 < len(fewer.core) < len(own)
+    assert fewer.core.identities == own.identities[: len(fewer.core)]
+    assert fewer.report.n_selected == len(fewer.core)
+
+
+def test_other_positions_and_a_cap_on_rates_select_others(run: Path) -> None:
+    own = Core.load(layout.cycle_directory(run, 1))
+    active = reselect(run, 1, over=QuantileOver.ACTIVE).core
+    assert active.scores_C[0] != own.scores_C[0]
+    assert active.provenance.config["reselected"]["over"] == "active"
+    capped = reselect(run, 0, max_rate=0.2)
+    assert capped.report.median_rate <= 0.2
+    with pytest.raises(AttributionError, match="leaves no candidate"):
+        reselect(run, 0, max_rate=1e-6)
+
+
+def test_what_is_no_distillation_is_refused(run: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a distillation, but a run of kind 'train'"):
+        reselect(layout.cycle_directory(run, 0), 0)
