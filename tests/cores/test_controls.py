@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,12 +10,12 @@ from torch import Tensor
 
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Store, StoreWriter
-from dmsae.cores.controls import RandomKind, random_core
+from dmsae.cores.controls import RandomKind, random_core, random_detectors
 from dmsae.cores.core import Core, Lineage, Provenance
 from dmsae.cores.statistics import sample_activations
 from dmsae.disk.layout import shard_file
 from dmsae.errors import ConfigError, StoreError
-from dmsae.sae.detectors import Detectors
+from dmsae.sae.detectors import Detectors, detect
 from planted import REQUEST, Planted, planted_store
 from three_cycles import three_cycles
 
@@ -52,6 +53,27 @@ def detector_core(planted: Planted) -> Core:
     norms = torch.linspace(0.4, 2.5, n)
     detectors = Detectors(torch.linspace(-2.0, 0.0, n) * norms, torch.linspace(0.0, 0.3, n))
     return core_of(planted.store, norms[:, None] * torch.nn.functional.normalize(mixed), detectors)
+
+
+def fresh(store: Store) -> Tensor:
+    """The training rows that no sample holds."""
+    return torch.cat([batch["x"] for batch in store.batches(Split.TRAIN, 4096)])[N_SAMPLE:]
+
+
+class Activity(NamedTuple):
+    rates: Tensor
+    means: Tensor
+    """Of the active values."""
+    spreads: Tensor
+    """Standard deviation of the active values."""
+
+
+def activity(core: Core, x: Tensor) -> Activity:
+    assert core.detectors is not None
+    f = detect(x, core.encoder_CD, core.detectors).double()
+    on = f != 0
+    means = f.sum(0) / on.sum(0)
+    return Activity(on.double().mean(0), means, (((f - means) * on).square().sum(0) / on.sum(0)).sqrt())
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
@@ -127,3 +149,70 @@ def test_a_sample_is_the_first_training_rows_or_else_the_pairs(planted: Planted,
     for name, value in {"nan": float("nan"), "constant": 1.0}.items():
         with pytest.raises(StoreError, match=r"finite|vary"):
             sample_activations(store_of(tmp_path / name, torch.full((10, 3), value)))
+
+
+# Random detectors
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_detectors_fire_as_often_and_as_strongly_as_what_they_replace(planted: Planted, seed: int) -> None:
+    like = detector_core(planted)
+    control = random_detectors(like, planted.store, seed)
+    sample, others = sample_activations(planted.store), fresh(planted.store)
+
+    asked, given = activity(like, sample), activity(control, sample)
+    assert asked.rates.min() < 0.03
+    assert asked.rates.max() > 0.6
+    torch.testing.assert_close(given.rates, asked.rates, rtol=0, atol=1.1 / N_SAMPLE)
+    torch.testing.assert_close(given.means, asked.means, rtol=1e-3, atol=0)
+
+    asked, given = activity(like, others), activity(control, others)
+    share = 1 / N_SAMPLE + 1 / len(others)
+    off = (given.rates - asked.rates).abs() / (2 * asked.rates * (1 - asked.rates) * share).sqrt()
+    assert off.max() < 4.5
+    variance = (given.spreads.square() + asked.spreads.square()) * share / asked.rates
+    assert ((given.means - asked.means).abs() / variance.sqrt()).max() < 4.5
+
+
+def test_random_detectors_are_seeded_and_carry_their_origin(planted: Planted) -> None:
+    like = detector_core(planted)
+    control, again = (random_detectors(like, planted.store, 3) for _ in range(2))
+    other = random_detectors(like, planted.store, 4)
+    assert control.detectors is not None
+    assert like.detectors is not None
+    assert again.detectors is not None
+    assert torch.equal(control.detectors.thresholds_C, like.detectors.thresholds_C)
+    assert torch.equal(control.encoder_CD, again.encoder_CD)
+    assert torch.equal(control.detectors.offsets_C, again.detectors.offsets_C)
+    for rows in (other.encoder_CD, like.encoder_CD):
+        assert (torch.nn.functional.cosine_similarity(control.encoder_CD, rows).abs() < 0.8).all()
+    origin = {"seed": 3, "like": like.digest(), "store": planted.store.key}
+    assert control.provenance.config == {"random_detectors": origin}
+    assert all(latent.selected_in == () for latent in control.lineage)
+
+
+def test_detectors_that_always_or_never_fire_keep_doing_so(planted: Planted) -> None:
+    like = core_of(
+        planted.store,
+        2 * planted.directions[:3],
+        Detectors(torch.tensor([100.0, -100.0, -1.0]), torch.tensor([0.5, 0.5, 0.5])),
+    )
+    control = random_detectors(like, planted.store, seed=0)
+    assert activity(control, sample_activations(planted.store)).rates[:2].tolist() == [1.0, 0.0]
+    asked, given = (activity(core, fresh(planted.store)) for core in (like, control))
+    assert given.rates[0] > 1 - 10 / N_SAMPLE
+    assert given.rates[1] == 0
+    torch.testing.assert_close(given.means[0], asked.means[0], rtol=1e-2, atol=0)
+    torch.testing.assert_close(control.encoder_CD[1].norm(), like.encoder_CD[1].norm())
+
+
+def test_random_detectors_need_detectors_and_activations_that_differ(planted: Planted, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no offsets and thresholds"):
+        random_detectors(core_of(planted.store, planted.directions), planted.store, seed=0)
+    halves = store_of(tmp_path / "halves", torch.eye(2).repeat(50, 1))
+    uneven = store_of(tmp_path / "uneven", torch.eye(2)[torch.arange(100) // 90])
+    rows, detectors = torch.eye(2)[1:].repeat(8, 1), Detectors(torch.zeros(8), torch.full((8,), 0.5))
+    random_detectors(core_of(halves, rows, detectors), halves, seed=0)
+    # Along a direction in which the larger group of rows comes last, no cut has the smaller group's share above it.
+    with pytest.raises(StoreError, match="distinct"):
+        random_detectors(core_of(uneven, rows, detectors), uneven, seed=0)

@@ -16,8 +16,8 @@ from dmsae.activations.store import Store
 from dmsae.config import Json
 from dmsae.cores.core import Core, Lineage, Provenance
 from dmsae.cores.statistics import sample_activations
-from dmsae.errors import ConfigError
-from dmsae.sae.detectors import Detectors
+from dmsae.errors import ConfigError, StoreError
+from dmsae.sae.detectors import Detectors, detect
 from dmsae.seeds import generator
 
 _BLOCK = 256
@@ -39,7 +39,7 @@ def random_core(like: Core, kind: RandomKind, seed: int, store: Store | None = N
     """Return a control: rows in random directions, as many as in `like`, selected by nothing.
 
     `store` gives the activations whose covariance rows are to have. A random core has no detectors: offsets and
-    thresholds of other rows mean nothing for these.
+    thresholds of other rows mean nothing for these. `random_detectors` makes some.
 
     >>> from dmsae.cores.controls import RandomKind
     >>> core = dmsae.Core.load(run)
@@ -64,6 +64,32 @@ def random_core(like: Core, kind: RandomKind, seed: int, store: Store | None = N
     return _standing_in(like, rows.float(), None, {"random_core": origin})
 
 
+def random_detectors(like: Core, store: Store, seed: int) -> Core:
+    """Return a control: detectors along random directions, each as active as the one that it replaces.
+
+    On a sample of the store's activations it fires as often, with the same mean value where it fires, above the same
+    threshold. One that never fires on the sample stays silent, in a random direction of the same norm.
+    """
+    if like.detectors is None:
+        raise ConfigError(
+            "The core has no offsets and thresholds, so there are no firing rates to match: it was made before cores "
+            "kept them, or its rows are random. Select it again from its SAE."
+        )
+    x_BD = _sample(like.provenance, store)
+    directions = _isotropic(like, generator(seed, "random detectors")).float()
+    blocks = zip(*(tensor.split(_BLOCK) for tensor in (directions, like.encoder_CD, *like.detectors)), strict=True)
+    matched = [_as_active(x_BD, u_CD, rows, Detectors(*frozen)) for u_CD, rows, *frozen in blocks]
+    slopes_C, offsets_C = (torch.cat(parts) for parts in zip(*matched, strict=True))
+    if not torch.isfinite(slopes_C).all():
+        raise StoreError(
+            f"The first {len(x_BD)} activations of the store {store.key} hold too few distinct rows: along a random "
+            "direction no threshold lets a detector fire at the rate asked for. Harvest more text."
+        )
+    detectors = Detectors(offsets_C.float(), like.detectors.thresholds_C)
+    origin = {"seed": seed, "like": like.digest(), "store": store.key}
+    return _standing_in(like, (slopes_C[:, None] * directions).float(), detectors, {"random_detectors": origin})
+
+
 def _sample(provenance: Provenance, store: Store) -> Tensor:
     """Return a sample of the activations that a core of this provenance sees."""
     provenance.model.require_same(store.model, "the core", f"the store {store.key}")
@@ -86,6 +112,26 @@ def _with_covariance(x_BD: Tensor, n: int, draws: torch.Generator) -> Tensor:
         weights = torch.randn(n, len(block), generator=draws, dtype=torch.float64)
         rows.addmm_(weights, block.double() - mean_D)
     return normalize(rows)
+
+
+def _as_active(x_BD: Tensor, directions: Tensor, rows_CD: Tensor, detectors: Detectors) -> tuple[Tensor, Tensor]:
+    """Return the slopes s and offsets β [C] with which s·u is as active on a sample as given detectors are.
+
+    With z = u·x and a cut q above which z lies as often as the detector fires, s·(z − q) + θ has the detector's rate
+    for any slope; the slope then sets the mean of the active values.
+    """
+    f_BC = detect(x_BD, rows_CD, detectors)
+    fired_C, thresholds_C = (f_BC != 0).sum(0), detectors.thresholds_C.double()
+    z_BC = (x_BD @ directions.T).double().sort(dim=0).values
+    reach_C = z_BC[-1] - z_BC[0]
+    # The cut is half-way between two neighbours; the ends get neighbours too, far away where nothing is to fire.
+    ends_BC = torch.cat([z_BC[:1] - reach_C / len(z_BC), z_BC, z_BC[-1:] + 2 * reach_C])
+    below = (len(z_BC) - fired_C)[None]
+    cut_C = (ends_BC.gather(0, below) + ends_BC.gather(0, below + 1))[0] / 2
+    excess_C = (z_BC - cut_C).clamp_(min=0).sum(0)
+    slopes_C = (f_BC.double().sum(0) - fired_C * thresholds_C) / excess_C
+    slopes_C = slopes_C.where(fired_C > 0, rows_CD.double().norm(dim=1))
+    return slopes_C, thresholds_C - slopes_C * cut_C
 
 
 def _standing_in(like: Core, rows_CD: Tensor, detectors: Detectors | None, origin: Json) -> Core:
