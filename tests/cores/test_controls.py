@@ -10,11 +10,12 @@ from torch import Tensor
 
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Store, StoreWriter
-from dmsae.cores.controls import RandomKind, random_core, random_detectors
+from dmsae.cores.controls import RandomKind, Rule, core_by_rule, random_core, random_detectors
 from dmsae.cores.core import Core, Lineage, Provenance
+from dmsae.cores.null import covariance_matched_rows
 from dmsae.cores.statistics import sample_activations
 from dmsae.disk.layout import shard_file
-from dmsae.errors import ConfigError, StoreError
+from dmsae.errors import AttributionError, ConfigError, StoreError
 from dmsae.sae.detectors import Detectors, detect
 from planted import REQUEST, Planted, planted_store
 from three_cycles import three_cycles
@@ -119,8 +120,9 @@ def test_covariance_matched_rows_have_the_covariance_of_the_activations(tmp_path
     # The mean of the activations, far larger than their spread, is no direction of the rows.
     assert directions.mean(0).norm() < 5 / len(like) ** 0.5
     assert torch.equal(control.encoder_CD, random_core(like, RandomKind.COVARIANCE_MATCHED, 0, store).encoder_CD)
-    other = random_core(like, RandomKind.COVARIANCE_MATCHED, 1, store)
-    assert abs(correlation(control.encoder_CD, other.encoder_CD)) < 0.1
+    other = random_core(like, RandomKind.COVARIANCE_MATCHED, 1, store).encoder_CD
+    for unrelated in (other, covariance_matched_rows(store, len(like), seed=0)):
+        assert abs(correlation(control.encoder_CD, unrelated)) < 0.1
     origin = {"kind": "covariance_matched", "seed": 0, "like": like.digest(), "store": store.key}
     assert control.provenance.config == {"random_core": origin}
 
@@ -216,3 +218,14 @@ def test_random_detectors_need_detectors_and_activations_that_differ(planted: Pl
     # Along a direction in which the larger group of rows comes last, no cut has the smaller group's share above it.
     with pytest.raises(StoreError, match="distinct"):
         random_detectors(core_of(uneven, rows, detectors), uneven, seed=0)
+
+
+def test_scores_of_another_sae_or_without_what_the_rule_needs_are_refused(planted: Planted) -> None:
+    sae = sae_of(planted, None)
+    scores = scored(planted, sae)
+    foreign = replace(scores, latents_P=scores.latents_P + 1)
+    with pytest.raises(AttributionError, match="another SAE"):
+        core_by_rule(Rule.ATTRIBUTION, sae, foreign, 3, planted.store, Provenance.of(planted.store, {}), 0)
+    without = replace(scores, mean_activations_P=None)
+    with pytest.raises(AttributionError, match="without mean activations"):
+        core_by_rule(Rule.MEAN_ACTIVATION, sae, without, 3, planted.store, Provenance.of(planted.store, {}), 0)

@@ -15,13 +15,14 @@ from torch.nn.functional import normalize
 from dmsae.activations.store import Store
 from dmsae.config import Json
 from dmsae.cores.core import Core, Lineage, Provenance
+from dmsae.cores.null import covariance_matched_rows
 from dmsae.cores.statistics import sample_activations
 from dmsae.errors import ConfigError, StoreError
 from dmsae.sae.detectors import Detectors, detect
-from dmsae.seeds import generator
+from dmsae.seeds import derive_seed, generator
 
 _BLOCK = 256
-"""Rows of a sample, or detectors, that are worked on at once: bounds memory."""
+"""Detectors that are matched at once: bounds memory."""
 
 
 class RandomKind(StrEnum):
@@ -48,9 +49,8 @@ def random_core(like: Core, kind: RandomKind, seed: int, store: Store | None = N
     True
     """
     origin: Json = {"kind": str(kind), "seed": seed, "like": like.digest()}
-    draws = generator(seed, "random core")
     if kind is not RandomKind.COVARIANCE_MATCHED:
-        rows = _isotropic(like, draws)
+        rows = _isotropic(like, generator(seed, "random core"))
     elif store is None:
         raise ConfigError(
             f"A random core of kind {kind} takes the covariance of activations, but was given no store. Give the store "
@@ -58,7 +58,9 @@ def random_core(like: Core, kind: RandomKind, seed: int, store: Store | None = N
         )
     else:
         origin["store"] = store.key
-        rows = _with_covariance(_sample(like.provenance, store), len(like), draws)
+        # A seed of its own: the null that a core is compared with must not be this very core.
+        own_seed = derive_seed(seed, "random core")
+        rows = covariance_matched_rows(_sample(like.provenance, store), len(like), own_seed).double()
     if kind is not RandomKind.UNIT:
         rows *= like.encoder_CD.double().norm(dim=1, keepdim=True)
     return _standing_in(like, rows.float(), None, {"random_core": origin})
@@ -99,19 +101,6 @@ def _sample(provenance: Provenance, store: Store) -> Tensor:
 def _isotropic(like: Core, draws: torch.Generator) -> Tensor:
     """Return random unit rows, as many and as wide as those of a core, in float64."""
     return normalize(torch.randn(like.encoder_CD.shape, generator=draws, dtype=torch.float64))
-
-
-def _with_covariance(x_BD: Tensor, n: int, draws: torch.Generator) -> Tensor:
-    """Return n unit rows, in float64, in directions drawn with the covariance of activations.
-
-    A sum of centred activations with independent normal weights has it, and no D×D matrix needs to be factorised.
-    """
-    mean_D = x_BD.double().mean(0)
-    rows = torch.zeros(n, x_BD.shape[1], dtype=torch.float64)
-    for block in x_BD.split(_BLOCK):
-        weights = torch.randn(n, len(block), generator=draws, dtype=torch.float64)
-        rows.addmm_(weights, block.double() - mean_D)
-    return normalize(rows)
 
 
 def _as_active(x_BD: Tensor, directions: Tensor, rows_CD: Tensor, detectors: Detectors) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What controls are matched to: a sample of activations, its principal directions, and how strongly latents fire."""
+"""What controls are matched to: a sample of activations and its principal directions."""
 
 import torch
 from torch import Tensor
