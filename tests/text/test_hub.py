@@ -6,6 +6,7 @@ huggingface_hub reads the address of its server when it is imported, so each tes
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -101,7 +102,7 @@ def run(tiny_model: Path, dataset: Path, tmp_path: Path) -> Iterator[Callable[[s
     handler = type("OurHub", (Hub,), {"repositories": {"models/us/model": tiny_model, "datasets/us/texts": dataset}})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    removed = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN")
+    removed = ("DMSAE_OFFLINE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN")
     environment = {name: value for name, value in os.environ.items() if name not in removed} | {
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "HF_HOME": str(tmp_path / "hf"),
@@ -205,7 +206,7 @@ error(lambda: identify(ModelConfig(name="us/absent")))
         ("CorpusError", "cannot be read", "text.hub.subset"),
         ("CorpusError", "has no column 'txt'. Did you mean 'text'"),
         ("CorpusError", "holds int under 'n', expected text"),
-        ("ModelError", "'us/absent'", "Check the name"),
+        ("ModelError", "'us/absent': no such directory; not found on the Hub either", "Check the name"),
     ]
     assert len(errors) == len(expected), errors
     for line, parts in zip(errors, expected, strict=True):
@@ -222,5 +223,29 @@ error(lambda: identify(ModelConfig(name="us/model")))
 """
     corpus_error, model_error = run(code).splitlines()
     assert corpus_error.startswith("CorpusError The Hub dataset 'us/texts' cannot be reached")
-    assert model_error.startswith("ModelError ")
+    assert model_error.startswith("ModelError 'us/model': no such directory; not found on the Hub either")
     assert "the network" in model_error
+
+
+@pytest.mark.parametrize("before", ["hub._ANSWER_SECONDS = 0.5", 'os.environ["DMSAE_OFFLINE"] = "1"'])
+def test_a_hub_that_never_answers_is_not_waited_for(before: str, run: Callable[[str], str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        code = f"""
+import os
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:{silent.getsockname()[1]}"
+{TEXT}{MODEL}
+from dmsae.text import hub
+{before}
+error(lambda: identify(ModelConfig(name="models/mistyped")))
+"""
+        assert "'models/mistyped': no such directory; not found on the Hub either" in run(code)
+
+
+def test_a_model_that_was_downloaded_before_needs_no_network(run: Callable[[str], str]) -> None:
+    code = f"""{TEXT}{MODEL}
+import os
+first = identify(ModelConfig(name="us/model", hook=0))
+os.environ["DMSAE_OFFLINE"] = "1"
+print(identify(ModelConfig(name="us/model", hook=0)) == first)
+"""
+    assert run(code).strip() == "True"
