@@ -28,6 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dmsae.activations.base_model import ModelConfig
+from dmsae.activations.contexts import Contexts
 from dmsae.activations.harvest import Harvest
 from dmsae.activations.identity import ModelIdentity
 from dmsae.activations.request import HarvestConfig, ImportRequest
@@ -170,12 +171,12 @@ def measure_harvest(options: Options, scratch: Path) -> list[Result]:
     lower = truncated(model.model, options.hook)
     results = []
     for split, n_contexts in ((Split.TRAIN, options.contexts), (Split.PAIRS, options.gradient_contexts)):
-        tokens_NL = torch.stack([torch.from_numpy(c.tokens_L) for c in contexts[split][:n_contexts]])
-        batches = [batch.long() for batch in tokens_NL.split(config.batch_contexts)]
+        some = contexts[split].take(slice(n_contexts))
+        batches = [batch.long() for batch in some.tokens_NL.split(config.batch_contexts)]
         assert torch.allclose(lower(batches[0]), model.activations(batches[0]), atol=1e-3), "not the same forward pass"
 
-        def ours(split: Split = split, tokens_NL: Tensor = tokens_NL) -> None:
-            shard, dropped = maker.make(split, tokens_NL, quota=int(mask(tokens_NL).sum()))
+        def ours(split: Split = split, some: Contexts = some) -> None:
+            shard, dropped = maker.make(split, some, quota=int(mask(some.tokens_NL).sum()))
             writer.add(shard_file(split, len(writer.records)), to_stored_dtypes(shard, config), dropped)
 
         def bare(split: Split = split, batches: list[Tensor] = batches) -> None:
@@ -186,7 +187,7 @@ def measure_harvest(options: Options, scratch: Path) -> list[Result]:
                     bare_gradient(model.model, options.hook, lower, batch)
 
         timing = compare(options.rounds, ours, bare)
-        n_tokens = tokens_NL.numel()
+        n_tokens = some.tokens_NL.numel()
         name = "harvest x, and write it" if split is Split.TRAIN else "harvest x and g, and write them"
         results.append(timing.result(name, "tok/s", n_tokens, n_tokens, 0.95))
     return results

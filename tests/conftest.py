@@ -124,7 +124,7 @@ def tiny_config(tiny_model: Path, tiny_text: Path) -> Callable[..., HarvestConfi
     def make(**overrides: Any) -> HarvestConfig:
         settings: dict[str, Any] = {
             "model": ModelConfig(name=str(tiny_model), hook=0, device="cpu"),
-            "text": TextConfig(source=str(tiny_text), txt_documents="line", heldout_fraction=0.2),
+            "text": TextConfig(source=str(tiny_text), txt_documents="line", heldout_fraction=0.2, pairs_fraction=0.2),
             "tokens": TokenConfig(context_length=16),
             "train_tokens": 2000,
             "heldout_tokens": 300,

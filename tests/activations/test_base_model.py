@@ -39,7 +39,7 @@ def double_model() -> nn.Module:
     return model
 
 
-def summed_loss(model: Any, hook: str, tokens_NL: Tensor, edit_NLD: Tensor) -> float:
+def summed_loss(model: Any, hook: str, tokens_NL: Tensor, edit_NLD: Tensor, counted_NL: Tensor | None = None) -> float:
     """The summed next-token loss with `edit_NLD` added at the hook: an independent way to the same number."""
 
     def add(_module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -51,7 +51,8 @@ def summed_loss(model: Any, hook: str, tokens_NL: Tensor, edit_NLD: Tensor) -> f
     handle.remove()
     targets = tokens_NL[:, 1:].long()
     chosen = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return float(-(chosen * (targets != PAD)).sum())
+    counted = targets != PAD if counted_NL is None else (targets != PAD) & counted_NL[:, :-1]
+    return float(-(chosen * counted).sum())
 
 
 @pytest.mark.parametrize("hook", ["model.layers.0", "model.layers.1", "model.layers.0.mlp", "model.embed_tokens"])
@@ -68,6 +69,27 @@ def test_gradient_agrees_with_finite_differences(hook: str) -> None:
     assert float(ours.loss_NL.sum()) == pytest.approx(summed_loss(model, hook, tokens, torch.zeros(())), rel=1e-6)
     assert not ours.loss_NL[:, -1].any()
     assert not ours.loss_NL[2, 5:].any()
+
+
+def test_losses_that_are_not_counted_have_no_influence_on_the_gradient() -> None:
+    model, hook = double_model(), "model.layers.0"
+    counted = torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(1)) < 0.6
+    ours = wrap(model, hook).gradients(TOKENS, counted)
+    step = 1e-5
+    for seed in range(8):
+        direction = torch.randn(ours.x_NLD.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        up, down = (summed_loss(model, hook, TOKENS, sign * step * direction, counted) for sign in (1, -1))
+        assert float((ours.g_NLD * direction).sum()) == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-5)
+    every = wrap(model, hook).gradients(TOKENS)
+    assert not torch.allclose(ours.g_NLD, every.g_NLD)
+    assert torch.equal(ours.loss_NL, every.loss_NL * counted)
+    assert torch.equal(wrap(model, hook).losses(TOKENS, counted_NL=counted), ours.loss_NL)
+    assert torch.equal(wrap(model, hook).losses(TOKENS, lambda x: x, counted), ours.loss_NL)
+
+
+def test_contexts_without_any_counted_loss_have_a_gradient_of_zero() -> None:
+    ours = wrap(build_model()).gradients(TOKENS, torch.zeros(TOKENS.shape, dtype=torch.bool))
+    assert not ours.g_NLD.any()
 
 
 @pytest.mark.real

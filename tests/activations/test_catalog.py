@@ -1,5 +1,6 @@
 """Stores are listed whatever their state, found by their first letters, and removed so that nothing half remains."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 from dmsae.activations.catalog import find_store, is_complete, list_stores, remove_store, store_lock
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Store, StoreWriter
+from dmsae.disk.files import canonical_hash
 from dmsae.disk.layout import shard_file
 from dmsae.errors import BusyError, StoreError
 from planted import REQUEST
@@ -33,14 +35,20 @@ def test_damaged_stores_are_listed_found_and_removed_beside_others(tmp_path: Pat
     ):
         make(tmp_path / key)
         (tmp_path / key / file).write_text(content)
+    facts = json.loads((make(tmp_path / "ee66").path / "store.json").read_text()) | {"format": 2}
+    del facts["facts_sha256"]
+    (tmp_path / "ee66" / "store.json").write_text(json.dumps(facts | {"facts_sha256": canonical_hash(facts)}))
     states = {summary.key: summary.state for summary in list_stores(tmp_path)}
-    expected = {"aa11": "complete", "ab22": "unfinished", "bb33": "damaged", "cc44": "damaged", "dd55": "damaged"}
-    assert states == expected
+    damaged = dict.fromkeys(("bb33", "cc44", "dd55"), "damaged")
+    assert states == {"aa11": "complete", "ab22": "unfinished", "ee66": "old format"} | damaged
+    assert list_stores(tmp_path)[-1].rows[Split.TRAIN] == 6
     assert list_stores(tmp_path)[0].rows[Split.TRAIN] == 6
     assert find_store("b", tmp_path) == tmp_path / "bb33"
     with pytest.raises(StoreError, match="'a' could be aa11 or ab22"):
         find_store("a", tmp_path)
-    with pytest.raises(StoreError, match=r"No store under .* begins with 'zz'\. Known: aa11, ab22, bb33, cc44, dd55"):
+    with pytest.raises(
+        StoreError, match=r"No store under .* begins with 'zz'\. Known: aa11, ab22, bb33, cc44, dd55, ee66"
+    ):
         find_store("zz", tmp_path)
     for key in states:
         remove_store(tmp_path / key)

@@ -19,6 +19,7 @@ from rich.filesize import decimal as human_bytes
 
 from conftest import Recorder, build_model
 from dmsae.activations.base_model import BaseModel, ModelConfig
+from dmsae.activations.contexts import split_of
 from dmsae.activations.harvest import Harvest, harvest
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.shards import ShardMaker, to_stored_dtypes
@@ -79,7 +80,7 @@ def test_store_holds_what_the_model_computes(tiny_config: MakeConfig, tmp_path: 
     assert [store.n_rows(split) for split in Split] == [200, 300, 2000]
     for split in (Split.PAIRS, Split.HELDOUT):
         tokens_NL = store.tokens(split)["tokens"]
-        expected = model.gradients(tokens_NL)
+        expected = model.gradients(tokens_NL, store.counted_losses(split, model.keep_mask))
         seen = set()
         for rows in store.batches(split, 64):
             where = rows["context"].long(), rows["position"].long()
@@ -100,16 +101,28 @@ def test_store_holds_what_the_model_computes(tiny_config: MakeConfig, tmp_path: 
     assert not torch.allclose(stored, expected_rows, atol=1e-3), "training rows are not shuffled"
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_store_knows_which_losses_made_its_gradients(skip: bool, tiny_config: MakeConfig, tmp_path: Path) -> None:
+    store = harvest(tiny_config(skip_boundary_targets=skip), tmp_path)
+    mask = BaseModel.load(tiny_config().model).keep_mask
+    tokens = store.tokens(Split.PAIRS)
+    counted = store.counted_losses(Split.PAIRS, mask)
+    assert counted[:, :-1][tokens["starts"][:, 1:]].any() == (not skip)
+    assert counted[:, :-1][tokens["tokens"][:, 1:] == 1].any() == (not skip)
+
+
 def test_splits_share_no_document(tiny_config: MakeConfig, tmp_path: Path) -> None:
     job = Harvest(tiny_config(), tmp_path)
-    heldout = {document.text for document in job.corpus.documents(0) if document.heldout}
+    home = {document.text: split_of(document, job.config.text) for document in job.corpus.documents(0)}
+    assert set(home.values()) == set(Split)
     store = job.run()
     for split in Split:
         tokens = store.tokens(split)
         ids, starts = tokens["tokens"].flatten().tolist(), tokens["starts"].flatten().nonzero()[:, 0].tolist()
         texts = [job.tokenizer.decode(ids[a:b]).removesuffix("</s>").strip() for a, b in pairwise(starts)]
         assert len(texts) > 5
-        assert all((text in heldout) == (split is Split.HELDOUT) for text in texts)
+        assert all(home[text] is split for text in texts)
+        assert store.n_documents(split) == len(texts) + 1
 
 
 def test_rows_and_drops_account_for_every_position(tiny_config: MakeConfig, tmp_path: Path) -> None:
@@ -118,7 +131,7 @@ def test_rows_and_drops_account_for_every_position(tiny_config: MakeConfig, tmp_
         positions = store.tokens(split)["tokens"].numel()
         assert store.n_rows(split) + sum(store.dropped(split).values()) == positions
     assert store.dropped(Split.TRAIN)["norm_outlier"] > 0
-    assert store.dropped(Split.PAIRS)["no_next_token"] > 0
+    assert store.dropped(Split.PAIRS)["no_loss_after"] > 0
 
 
 def test_same_request_is_never_harvested_twice(
@@ -145,12 +158,15 @@ def test_what_content_depends_on_is_in_the_key(tiny_config: MakeConfig, tiny_mod
         replace(base, model=replace(base.model, hook=1)),
         replace(base, model=replace(base.model, dtype="bfloat16")),
         replace(base, text=replace(base.text, heldout_fraction=0.3)),
+        replace(base, text=replace(base.text, pairs_fraction=0.3)),
         replace(base, text=replace(base.text, txt_documents="file")),
         replace(base, tokens=replace(base.tokens, context_length=17)),
         replace(base, tokens=replace(base.tokens, prepend_bos=True)),
         replace(base, train_tokens=1999),
         replace(base, heldout_tokens=299),
         replace(base, pair_tokens=199),
+        replace(base, max_contexts_per_document=3),
+        replace(base, skip_boundary_targets=False),
         replace(base, dtype="float16"),
         replace(base, gradient_dtype="float16"),
         replace(base, shard_tokens=512),
@@ -231,6 +247,7 @@ def test_estimate_is_what_the_store_takes(tiny_config: MakeConfig, tmp_path: Pat
     assert not list(tmp_path.iterdir())
     store = job.run()
     assert {split: store.n_rows(split) for split in Split} == estimate.rows
+    assert {split: store.n_documents(split) for split in Split} == estimate.documents
     assert estimate.d_model == store.d_model == 16
     shards = sum(path.stat().st_size for path in store.path.rglob("*.safetensors"))
     assert sum(estimate.size_bytes.values()) == pytest.approx(shards, rel=0.05)
@@ -274,7 +291,7 @@ def test_a_resumed_harvest_reports_what_is_left(
     n_done = len(store.shards(Split.PAIRS)) + len(store.shards(Split.HELDOUT))
     done_bytes = 200 * (16 * (4 + 4) + 8) + 300 * (16 * 4 + 8)
     left = human_bytes(sum(estimate.size_bytes.values()) - done_bytes)
-    (note,) = recorder.notes
+    note = recorder.notes[-1]
     assert f"{n_done} shards were finished earlier, {left} to write, about" in note
 
 
@@ -393,6 +410,7 @@ def test_two_processes_at_once_damage_nothing(tiny_config: MakeConfig, tmp_path:
             {"train_tokens": 0, "heldout_tokens": 0, "pair_tokens": 0},
             r"train_tokens \+ heldout_tokens \+ pair_tokens = 0; it must be at least 1",
         ),
+        ({"max_contexts_per_document": 0}, r"max_contexts_per_document = 0; it must be a whole number of at least 1"),
         ({"batch_contexts": 0}, r"batch_contexts = 0; it must be a whole number of at least 1"),
         ({"shard_tokens": 15}, r"shard_tokens = 15; it must hold a context of 16 tokens"),
         ({"max_norm_ratio": 1.0}, r"max_norm_ratio = 1\.0; it must be above 1, or None"),

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,13 @@ def make(path: Path, n_shards: int = 2) -> Store:
         x = torch.arange(6.0).view(3, 2) + 10 * index
         writer.add(shard_file(Split.TRAIN, index), {"x": x.half()}, {"padding": index + 1})
     return writer.finish(d_model=2)
+
+
+def reseal(path: Path, changes: dict[str, Any]) -> None:
+    """Seal a store with other facts."""
+    facts = json.loads((path / "store.json").read_text()) | changes
+    del facts["facts_sha256"]
+    (path / "store.json").write_text(json.dumps(facts | {"facts_sha256": canonical_hash(facts)}))
 
 
 def read_all(path: Path) -> None:
@@ -119,6 +127,10 @@ def test_only_complete_stores_of_this_format_open(tmp_path: Path) -> None:
     StoreWriter(tmp_path / "begun", REQUEST)
     with pytest.raises(StoreError, match=r"not complete\. Run the same 'dmsae harvest' or 'dmsae store import' again"):
         Store.open(tmp_path / "begun")
+    old = make(tmp_path / "old").path
+    reseal(old, {"format": 2})
+    with pytest.raises(StoreError, match=r"has format 2; this version of dmsae reads format 3\. Run the same .* again"):
+        Store.open(old)
 
 
 def test_writer_resumes_after_a_line_cut_short_but_not_after_damage(tmp_path: Path) -> None:
@@ -155,6 +167,16 @@ def test_a_store_opens_by_its_key_or_its_path(tmp_path: Path) -> None:
     assert open_store("ab", tmp_path).path == open_store(path).path == path
 
 
+def test_documents_are_counted_when_tokens_are_written(tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path / "key", REQUEST)
+    tokens = torch.arange(8, dtype=torch.int32).view(2, 4)
+    for split, every in ((Split.PAIRS, 4), (Split.HELDOUT, 2)):
+        writer.add(token_file(split), {"tokens": tokens, "starts": tokens % every == 0}, {})
+    writer.add(shard_file(Split.PAIRS, 0), {"x": torch.zeros(3, 2)}, {})
+    writer.finish(2)
+    assert [Store.open(tmp_path / "key").n_documents(split) for split in Split] == [2, 4, 0]
+
+
 def test_the_request_is_read_back_as_it_was(tiny_config: Callable[..., HarvestConfig], tmp_path: Path) -> None:
     job = Harvest(tiny_config(max_norm_ratio=None), tmp_path)
     store = StoreWriter(job.path, job.request).finish(d_model=16)
@@ -167,9 +189,7 @@ def test_a_request_of_another_version_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path / "key").path
     values = json.loads((path / "request.json").read_text())
     (path / "request.json").write_text(json.dumps(values | {"colour": "red"}))
-    facts = json.loads((path / "store.json").read_text()) | {"request_sha256": sha256_of(path / "request.json")}
-    del facts["facts_sha256"]
-    (path / "store.json").write_text(json.dumps(facts | {"facts_sha256": canonical_hash(facts)}))
+    reseal(path, {"request_sha256": sha256_of(path / "request.json")})
     with pytest.raises(StoreError, match=r"request\.json is not a request that this version .* Unknown setting colour"):
         Store.open(path)
 

@@ -41,7 +41,7 @@ def test_exact_duplicates_are_dropped(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 40), unique=True, min_size=1), st.integers(0, 3), st.integers(1, 400))
-def test_split_depends_on_the_document_alone(
+def test_a_documents_place_depends_on_its_text_alone(
     tmp_path_factory: pytest.TempPathFactory, ids: list[int], seed: int, buffer_chars: int
 ) -> None:
     path = tmp_path_factory.mktemp("split") / "a.jsonl"
@@ -51,10 +51,10 @@ def test_split_depends_on_the_document_alone(
     assert sorted(document.text for document in documents) == sorted(f"document {i}" for i in ids)
     write_jsonl(path, [f"document {i}" for i in range(41)])
     everything = dict(open_corpus(TextConfig(str(path), heldout_fraction=0.5)).documents(seed=9))
-    assert all(everything[document.text] == document.heldout for document in documents)
+    assert all(everything[document.text] == document.place for document in documents)
 
 
-def test_order_depends_on_the_seed_and_shares_are_kept(tmp_path: Path) -> None:
+def test_order_depends_on_the_seed_and_places_are_spread_evenly(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_jsonl(path, [f"document {i}" for i in range(4000)])
     config = TextConfig(source=str(path), heldout_fraction=0.25, shuffle_chars=10_000)
@@ -62,7 +62,9 @@ def test_order_depends_on_the_seed_and_shares_are_kept(tmp_path: Path) -> None:
     assert first == again
     assert first != other
     assert sorted(first) == sorted(other)
-    assert sum(document.heldout for document in first) / 4000 == pytest.approx(0.25, abs=0.03)
+    for low in (0.0, 0.25, 0.5, 0.75):
+        share = sum(low <= document.place < low + 0.25 for document in first) / 4000
+        assert share == pytest.approx(0.25, abs=0.03)
 
 
 def test_excluded_documents_stay_out_wherever_they_appear(tmp_path: Path) -> None:
@@ -122,6 +124,11 @@ def test_an_unknown_kind_is_refused_when_the_corpus_is_opened(tmp_path: Path) ->
     [
         ({"heldout_fraction": 0.0}, "text.heldout_fraction = 0.0; it must lie between 0 and 1."),
         ({"heldout_fraction": 1.0}, "text.heldout_fraction = 1.0; it must lie between 0 and 1."),
+        ({"pairs_fraction": 0.0}, "text.pairs_fraction = 0.0; it must lie between 0 and 1."),
+        (
+            {"heldout_fraction": 0.5, "pairs_fraction": 0.5},
+            "text.heldout_fraction + text.pairs_fraction = 1.0; it must be below 1: the rest is trained on.",
+        ),
         ({"shuffle_chars": 0}, "text.shuffle_chars = 0; it must be a whole number of at least 1."),
         ({"txt_documents": "page"}, "text.txt_documents = 'page'; it must be one of paragraph, line, file."),
     ],
@@ -161,7 +168,7 @@ def test_documents_come_in_the_order_in_which_they_always_came(tmp_path: Path) -
     config = TextConfig(source=str(tmp_path), heldout_fraction=0.5, shuffle_chars=40)
     documents = list(open_corpus(config).documents(seed=3))
     assert "".join(document.text[-1] for document in documents) == "45320167"
-    assert "".join(document.text[-1] for document in documents if document.heldout) == "4532"
+    assert "".join(document.text[-1] for document in documents if document.place < 0.5) == "4532"
 
 
 @pytest.mark.real

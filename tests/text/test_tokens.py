@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from conftest import WORDS, build_tokenizer
 from dmsae.errors import ConfigError
-from dmsae.text.tokens import PAD, Context, KeepMask, Packer, TokenConfig, has_target
+from dmsae.text.tokens import PAD, Context, KeepMask, Packer, TokenConfig, Window, has_target
 
 BOS, EOS = 0, 1
 tokenizer = functools.cache(build_tokenizer)
@@ -60,6 +60,52 @@ def test_keep_mask_and_drop_counts_are_consistent(texts: list[str], length: int)
     follows_NL = has_target(tokens_NL)
     assert not follows_NL[:, -1].any()
     assert torch.equal(follows_NL[:, :-1], tokens_NL[:, 1:] != PAD)
+
+
+@given(documents.filter(bool), st.integers(2, 12), st.booleans())
+def test_targets_that_count_are_ordinary_tokens_of_the_same_document(texts: list[str], length: int, bos: bool) -> None:
+    contexts = pack(texts, TokenConfig(length, prepend_bos=bos))
+    tokens_NL, starts_NL = (torch.from_numpy(np.stack(parts)) for parts in zip(*contexts, strict=True))
+    counts_NL = KeepMask.of(tokenizer()).targets(tokens_NL, starts_NL)
+    for tokens, starts, counts in zip(tokens_NL.tolist(), starts_NL.tolist(), counts_NL.tolist(), strict=True):
+        expected = [
+            at + 1 < length and tokens[at + 1] not in (PAD, 0, 1, 2) and not starts[at + 1] for at in range(length)
+        ]
+        assert counts == expected
+
+
+def excerpts(texts: list[str], n_tokens: int, seed: int) -> dict[str, list[int]]:
+    """What a window takes of each document, by its first word, which is unique."""
+    packer = Packer(tokenizer(), TokenConfig(7), Window(n_tokens, seed))
+    contexts = [*packer.add(texts), *packer.flush()]
+    tokens = [token for c in contexts for token in c.tokens_L.tolist() if token != PAD]
+    ends = [at for at, token in enumerate(tokens) if token == EOS]
+    pieces = [tokens[a + 1 : b] for a, b in zip([-1, *ends], ends, strict=False)]
+    return dict(zip((text.split()[0] for text in texts), pieces, strict=True))
+
+
+def test_a_window_is_a_stretch_of_its_document_and_depends_on_nothing_else() -> None:
+    texts = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(40)] + [" ".join(WORDS[50:55])]
+    first = excerpts(texts, 10, seed=0)
+    assert excerpts(texts[::-1], 10, seed=0) == first
+    assert excerpts(texts[3:9], 10, seed=0).items() <= first.items()
+    assert excerpts(texts, 10, seed=1) != first
+    starts = set()
+    for text in texts[:-1]:
+        whole, taken = tokenizer()(text).input_ids, first[text.split()[0]]
+        assert len(taken) == 10
+        starts.add(whole.index(taken[0]))
+        assert taken == whole[whole.index(taken[0]) :][:10]
+    assert len(starts) > 10, "windows start anywhere"
+    assert max(starts) <= 50
+    assert first["w50"] == tokenizer()(texts[-1]).input_ids, "a short document is taken whole"
+
+
+def test_a_window_starts_its_document() -> None:
+    packer = Packer(tokenizer(), TokenConfig(8), Window(3, seed=0))
+    (context,) = packer.add([" ".join(WORDS[:20]), " ".join(WORDS[20:40])])
+    assert np.flatnonzero(context.starts_L).tolist() == [0, 4]
+    assert np.flatnonzero(context.tokens_L == EOS).tolist() == [3, 7]
 
 
 def test_mask_knows_all_special_tokens() -> None:

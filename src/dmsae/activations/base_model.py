@@ -1,7 +1,8 @@
 """Any Hugging Face causal language model, untouched, read at one hook point: activations x and gradients g.
 
 x is the output of the hooked module (for a layer number: the residual stream after that block); g is the derivative of
-the summed next-token cross-entropy with respect to x, on the clean model (the paper's g_u).
+the summed next-token cross-entropy with respect to x, on the clean model (the paper's g_u). Which losses are summed is
+for the caller to say.
 """
 
 import os
@@ -48,7 +49,7 @@ class ModelConfig:
 
 
 class LossGradient(NamedTuple):
-    """Activations, the gradient of the summed next-token loss at them, and the loss per position."""
+    """Activations, the gradient of the summed next-token loss at them, and the loss per position (0 if not counted)."""
 
     x_NLD: Tensor
     g_NLD: Tensor
@@ -203,8 +204,8 @@ class BaseModel:
                 return captured[0]
         raise ModelError(f"The forward pass never reached the hook {self.identity.hook!r}.")
 
-    def gradients(self, tokens_NL: Tensor) -> LossGradient:
-        """Return x, g and the losses; blocks below the hook build no graph."""
+    def gradients(self, tokens_NL: Tensor, counted_NL: Tensor | None = None) -> LossGradient:
+        """Return x, g and the losses that are counted (default: all); blocks below the hook build no graph."""
         leaf: list[Tensor] = []
 
         def restart_graph(_module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -216,44 +217,54 @@ class BaseModel:
             return _with_main(output, leaf[0])
 
         with self._hook(restart_graph), torch.enable_grad():
-            losses_NL = self._next_token_losses(tokens_NL)
+            losses_NL = self._next_token_losses(tokens_NL, counted_NL)
             if not leaf or not losses_NL.requires_grad:
                 raise GradientError(
                     f"The next-token loss does not depend on {self.identity.hook!r}; choose another model.hook."
                 )
             (g_NLD,) = torch.autograd.grad(losses_NL.sum(), leaf)
-        self._check(g_NLD)
+        self._check(g_NLD, losses_NL)
         return LossGradient(leaf[0].detach(), g_NLD, losses_NL.detach())
 
     @torch.no_grad()
-    def losses(self, tokens_NL: Tensor, edit: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return the cross-entropy [N, L] of each position's next token, with x replaced by `edit(x)` if given."""
+    def losses(
+        self,
+        tokens_NL: Tensor,
+        edit: Callable[[Tensor], Tensor] | None = None,
+        counted_NL: Tensor | None = None,
+    ) -> Tensor:
+        """Return the cross-entropy [N, L] of each position's next token, with x replaced by `edit(x)` if given.
+
+        It is 0 where there is no next token, and where `counted_NL` is false.
+        """
         if edit is None:
-            return self._next_token_losses(tokens_NL)
+            return self._next_token_losses(tokens_NL, counted_NL)
 
         def replace(_module: nn.Module, _inputs: Any, output: Any) -> Any:
             return _with_main(output, edit(_main(output, tokens_NL)))
 
         with self._hook(replace):
-            return self._next_token_losses(tokens_NL)
+            return self._next_token_losses(tokens_NL, counted_NL)
 
-    def _check(self, g_NLD: Tensor) -> None:
+    def _check(self, g_NLD: Tensor, losses_NL: Tensor) -> None:
         if not torch.isfinite(g_NLD).all():
             raise GradientError(
                 f"The gradient at {self.identity.hook!r} is not finite with model.dtype = {self.identity.dtype}. "
                 "Use float32 or bfloat16."
             )
-        if not g_NLD.any():
+        if losses_NL.any() and not g_NLD.any():
             raise GradientError(
                 f"The gradient at {self.identity.hook!r} is zero everywhere with model.dtype = {self.identity.dtype}. "
                 "Use float32, or a hook point that the loss depends on."
             )
 
-    def _next_token_losses(self, tokens_NL: Tensor) -> Tensor:
-        """Return the cross-entropy [N, L] of each position's next token, 0 where there is none."""
+    def _next_token_losses(self, tokens_NL: Tensor, counted_NL: Tensor | None) -> Tensor:
+        """Return the cross-entropy [N, L] of each position's next token, 0 where there is none or it is not counted."""
         # The targets are shifted, not the logits: a slice of those would be copied, and its gradient again.
         logits_NLV = self._forward(tokens_NL).logits.float()
         targets_NL = F.pad(tokens_NL[:, 1:], (0, 1), value=PAD).to(self.device, torch.int64)
+        if counted_NL is not None:
+            targets_NL = targets_NL.masked_fill(~counted_NL.to(self.device), PAD)
         losses = F.cross_entropy(logits_NLV.flatten(0, 1), targets_NL.flatten(), ignore_index=PAD, reduction="none")
         return losses.view(targets_NL.shape)
 

@@ -8,18 +8,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from dmsae.activations.journal import read_journal, read_json, read_seal, rows_by_split
+from dmsae.activations.journal import has_old_format, read_journal, read_json, read_seal, rows_by_split
 from dmsae.activations.splits import Split
 from dmsae.disk import layout
 from dmsae.disk.files import exclusive_lock
 from dmsae.errors import StoreError, nearest
+
+State = Literal["complete", "unfinished", "old format", "damaged"]
 
 
 class Summary(NamedTuple):
     """One store as a line in a list."""
 
     key: str
-    state: Literal["complete", "unfinished", "damaged"]
+    state: State
     model: str
     hook: str
     source: str
@@ -74,12 +76,19 @@ def _paths(root: Path) -> list[Path]:
 def _summary(store: Path) -> Summary:
     size = store_bytes(store)
     try:
-        complete = is_complete(store)
-        if complete:
-            read_seal(store)
+        state = _state(store)
         request = read_json(store / layout.STORE_REQUEST)
         model, hook, source = request["model"]["name"], request["model"]["hook"], request["source"]
         rows = rows_by_split(read_journal(store))
     except (StoreError, KeyError, TypeError, ValueError):
         return Summary(store.name, "damaged", "", "", "", dict.fromkeys(Split, 0), size)
-    return Summary(store.name, "complete" if complete else "unfinished", model, hook, source, rows, size)
+    return Summary(store.name, state, model, hook, source, rows, size)
+
+
+def _state(store: Path) -> State:
+    if not is_complete(store):
+        return "unfinished"
+    if has_old_format(store):
+        return "old format"
+    read_seal(store)
+    return "complete"

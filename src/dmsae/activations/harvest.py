@@ -13,11 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.filesize import decimal as human_bytes
-from torch import Tensor
 
 from dmsae.activations.base_model import BaseModel, identify, load_tokenizer
 from dmsae.activations.catalog import is_complete, store_lock
-from dmsae.activations.contexts import AssignedContext, assign_contexts, collect_contexts, countable, stack_contexts
+from dmsae.activations.contexts import (
+    AssignedContext,
+    Contexts,
+    assign_contexts,
+    collect_contexts,
+    countable,
+    warn_of_few_documents,
+)
 from dmsae.activations.identity import ModelIdentity
 from dmsae.activations.journal import FileRecord, rows_by_split
 from dmsae.activations.request import HarvestConfig, HarvestRequest
@@ -30,13 +36,13 @@ from dmsae.disk.layout import shard_file, stores_directory, token_file
 from dmsae.errors import DmsaeError
 from dmsae.progress import SILENT, Progress, human_seconds
 from dmsae.text.corpus import open_corpus
-from dmsae.text.tokens import Context
 
 
 class Estimate(NamedTuple):
     """What a harvest will cost."""
 
     d_model: int
+    documents: dict[Split, int]
     rows: dict[Split, int]
     size_bytes: dict[Split, int]
     seconds: dict[Split, float]
@@ -64,39 +70,44 @@ class Harvest:
             if is_complete(self.path):  # another process finished it just before we had the lock
                 return Store.open(self.path)
             writer = StoreWriter(self.path, self.request, self._progress)
-            tokens = self._tokens(writer)
-            estimate = self.estimate(tokens)
+            contexts = self._stored_contexts(writer)
+            estimate = self.estimate(contexts)
             self._announce(writer, estimate)
             for split in Split:
-                self._fill(writer, split, tokens[split])
+                self._fill(writer, split, contexts[split])
             return writer.finish(estimate.d_model)
 
-    def estimate(self, tokens: dict[Split, Tensor]) -> Estimate:
-        """Return rows, bytes and seconds, from one measured batch of each kind of pass."""
-        probe_NL = next(t for t in tokens.values() if len(t))[: self.config.batch_contexts]
-        maker = ShardMaker(self.model, self.config)
+    def estimate(self, contexts: dict[Split, Contexts]) -> Estimate:
+        """Return documents, rows, bytes and seconds, from one measured batch of each kind of pass.
+
+        Splits that come from few documents are warned of.
+        """
+        some = next(one for one in contexts.values() if len(one))
+        documents = {split: one.n_documents for split, one in contexts.items()}
+        warn_of_few_documents(self.config, documents, self._progress)
+        batch = some.take(slice(self.config.batch_contexts))
+        maker, n_positions = ShardMaker(self.model, self.config), batch.tokens_NL.numel()
         d_model = self.d_model
         rows, size, seconds = {}, {}, {}
         for split in Split:
             start = time.perf_counter()
-            if len(tokens[split]):
-                maker.make(split, probe_NL, quota=probe_NL.numel())
-            seconds_each = (time.perf_counter() - start) / probe_NL.numel()
+            if len(contexts[split]):
+                maker.make(split, batch, quota=n_positions)
+            seconds_each = (time.perf_counter() - start) / n_positions
+            n_tokens = contexts[split].tokens_NL.numel()
             rows[split] = self.config.wanted(split)
-            size[split] = rows[split] * row_bytes(self.config, split, d_model) + tokens[split].numel() * 5
-            seconds[split] = tokens[split].numel() * seconds_each
-        return Estimate(d_model, rows, size, seconds)
+            size[split] = rows[split] * row_bytes(self.config, split, d_model) + n_tokens * 5
+            seconds[split] = n_tokens * seconds_each
+        return Estimate(d_model, documents, rows, size, seconds)
 
     def dry_run(self) -> Estimate:
         """Return what the harvest would cost, and raise what would stop it; nothing is written."""
         model_device(self.config.model.device)
-        length = self.config.tokens.context_length
-        stacked = {split: stack_contexts(contexts, length) for split, contexts in self.contexts().items()}
-        estimate = self.estimate({split: tensors["tokens"] for split, tensors in stacked.items()})
+        estimate = self.estimate(self.contexts())
         require_space(self.path, sum(estimate.size_bytes.values()), f"The store {self.path.name}")
         return estimate
 
-    def contexts(self) -> dict[Split, list[Context]]:
+    def contexts(self) -> dict[Split, Contexts]:
         """Return the contexts of every split; too small a corpus is an error with counts, before any model runs."""
         return collect_contexts(self.config, self.corpus, self.tokenizer, self._progress)
 
@@ -121,19 +132,19 @@ class Harvest:
         """Width at the hook, found by running the model on one context of two tokens."""
         return self.model.activations(torch.zeros(1, 2, dtype=torch.int64)).shape[-1]
 
-    def _tokens(self, writer: StoreWriter) -> dict[Split, Tensor]:
-        """Return each split's tokens, from the store if an earlier run has put them there."""
+    def _stored_contexts(self, writer: StoreWriter) -> dict[Split, Contexts]:
+        """Return each split's contexts, from the store if an earlier run has put them there."""
         try:
             if any(token_file(split) not in writer.records for split in Split):
                 for split, contexts in self.contexts().items():
                     if token_file(split) not in writer.records:
-                        stacked = stack_contexts(contexts, self.config.tokens.context_length)
-                        writer.add(token_file(split), stacked, {})
+                        writer.add(token_file(split), contexts.to_store(), {})
         except DmsaeError:
             if not writer.records:  # the request cannot be met: leave nothing that looks like a store
                 shutil.rmtree(self.path)
             raise
-        return {split: read_verified(self.path, writer.records[token_file(split)])["tokens"] for split in Split}
+        files = {split: read_verified(self.path, writer.records[token_file(split)]) for split in Split}
+        return {split: Contexts.stored(tensors) for split, tensors in files.items()}
 
     def _announce(self, writer: StoreWriter, estimate: Estimate) -> None:
         """Report what is left to do, and raise when it does not fit on the disk."""
@@ -150,21 +161,21 @@ class Harvest:
             f"Store {self.path.name}: {resumed}{human_bytes(size_bytes)} to write, about {human_seconds(seconds)}."
         )
 
-    def _fill(self, writer: StoreWriter, split: Split, tokens_NL: Tensor) -> None:
+    def _fill(self, writer: StoreWriter, split: Split, contexts: Contexts) -> None:
         """Make the shards of a split that are missing; a second thread writes while the model runs."""
-        if not len(tokens_NL):
+        if not len(contexts):
             return
         maker = ShardMaker(self.model, self.config)
         left = self.config.wanted(split)
         pending: Future[FileRecord] | None = None
         with self._progress.bar(f"harvest {split}", left, "tok") as bar, ThreadPoolExecutor(1) as background:
-            for index, shard_NL in enumerate(tokens_NL.split(self.config.shard_contexts(split))):
-                quota = min(left, int(countable(split, self.model.keep_mask, shard_NL).sum()))
+            for index, some in enumerate(contexts.split(self.config.shard_contexts(split))):
+                quota = min(left, int(countable(self.config, split, self.model.keep_mask, some).sum()))
                 left -= quota
                 if shard_file(split, index) in writer.records:
                     bar.skip(quota)
                     continue
-                shard, dropped = maker.make(split, shard_NL, quota, index, bar.advance)
+                shard, dropped = maker.make(split, some, quota, index, bar.advance)
                 if pending is not None:
                     pending.result()
                 stored = to_stored_dtypes(shard, self.config)

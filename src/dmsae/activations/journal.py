@@ -19,7 +19,8 @@ from dmsae.disk.files import canonical_hash, sha256_of, write_json
 from dmsae.errors import StoreCorruptError, StoreError
 from dmsae.progress import SILENT, Progress
 
-FORMAT = 2
+FORMAT = 3
+"""Format 2 took pairs from training documents, and g from losses across documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class FileRecord:
     rows: int
     sha256: str
     dropped: dict[str, int]
+    documents: int = 0
+    """Documents that start in this file; only a file of tokens has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +117,13 @@ def read_seal(store: Path) -> Seal:
             f"The store {store} is not complete. Run the same 'dmsae harvest' or 'dmsae store import' again to finish "
             "it."
         )
-    facts = read_json(store / layout.STORE_COMPLETE)
-    if facts.pop("facts_sha256", None) != canonical_hash(facts):
-        raise _changed(store, layout.STORE_COMPLETE)
+    facts = _sealed_facts(store)
     if facts["format"] != FORMAT:
-        raise StoreError(f"The store {store} has format {facts['format']}; this version reads format {FORMAT}.")
+        raise StoreError(
+            f"The store {store} has format {facts['format']}; this version of dmsae reads format {FORMAT}. Run the "
+            "same 'dmsae harvest' or 'dmsae store import' again, which makes a new store under another key; then "
+            f"'dmsae store remove {store.name} --root {store.parent}' frees the space of this one."
+        )
     seal = Seal(**facts)
     for name, expected in (
         (layout.STORE_JOURNAL, seal.journal_sha256),
@@ -127,6 +132,18 @@ def read_seal(store: Path) -> Seal:
         if not (store / name).is_file() or sha256_of(store / name) != expected:
             raise _changed(store, name)
     return seal
+
+
+def has_old_format(store: Path) -> bool:
+    """Return whether a complete store is as it was written, by a version of dmsae with another format."""
+    return bool(_sealed_facts(store)["format"] != FORMAT)
+
+
+def _sealed_facts(store: Path) -> Json:
+    facts = read_json(store / layout.STORE_COMPLETE)
+    if facts.pop("facts_sha256", None) != canonical_hash(facts):
+        raise _changed(store, layout.STORE_COMPLETE)
+    return facts
 
 
 def read_json(path: Path) -> Json:

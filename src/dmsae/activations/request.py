@@ -40,6 +40,11 @@ class HarvestConfig:
     """Activations of held-out documents."""
     pair_tokens: int = 20_000
     """(x, g) pairs for attribution. Each costs a forward and a backward pass through the whole model."""
+    max_contexts_per_document: int = 4
+    """Of one document, pairs and held-out text take at most this many contexts' worth of tokens, in one stretch that
+    starts at random: they should come from many documents. Training text is not limited."""
+    skip_boundary_targets: bool = True
+    """Leave losses on special tokens and on the first token of a document out of the sum whose gradient is g."""
     dtype: DtypeName = "float16"
     """How x is stored. Values that do not fit are an error, never infinity."""
     gradient_dtype: DtypeName = "float32"
@@ -59,6 +64,7 @@ class HarvestConfig:
             require_whole(name, getattr(self, name), 0)
         total = self.train_tokens + self.heldout_tokens + self.pair_tokens
         require(total > 0, "train_tokens + heldout_tokens + pair_tokens", total, "be at least 1")
+        require_whole("max_contexts_per_document", self.max_contexts_per_document, 1)
         require_whole("batch_contexts", self.batch_contexts, 1)
         require_whole("shard_tokens", self.shard_tokens, 1)
         length = self.tokens.context_length
@@ -94,6 +100,8 @@ class HarvestRequest:
     train_tokens: int
     heldout_tokens: int
     pair_tokens: int
+    max_contexts_per_document: int
+    skip_boundary_targets: bool
     shard_tokens: int
     dtype: DtypeName
     gradient_dtype: DtypeName
@@ -104,7 +112,7 @@ class HarvestRequest:
     def of(cls, config: HarvestConfig, model: ModelIdentity, corpus: Json) -> "HarvestRequest":
         """Return the request that settings make of a model and a corpus, both given by their identity."""
         text = to_dict(config.text)
-        how = {name: text[name] for name in ("txt_documents", "heldout_fraction", "shuffle_chars")}
+        how = {name: text[name] for name in ("txt_documents", "heldout_fraction", "pairs_fraction", "shuffle_chars")}
         return cls(
             format=FORMAT,
             source=config.text.source,
@@ -114,6 +122,8 @@ class HarvestRequest:
             train_tokens=config.train_tokens,
             heldout_tokens=config.heldout_tokens,
             pair_tokens=config.pair_tokens,
+            max_contexts_per_document=config.max_contexts_per_document,
+            skip_boundary_targets=config.skip_boundary_targets,
             shard_tokens=config.shard_tokens,
             dtype=config.dtype,
             gradient_dtype=config.gradient_dtype,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmsae.activations.base_model import BaseModel
-from dmsae.activations.contexts import countable
+from dmsae.activations.contexts import Contexts, countable, counted_losses
 from dmsae.activations.dtypes import DtypeName, to_stored, torch_dtype
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.splits import Split
@@ -26,20 +26,24 @@ class ShardMaker:
         self._config = config
 
     def make(
-        self, split: Split, tokens_NL: Tensor, quota: int, index: int = 0, advance: Callable[[int], None] | None = None
+        self,
+        split: Split,
+        contexts: Contexts,
+        quota: int,
+        index: int = 0,
+        advance: Callable[[int], None] | None = None,
     ) -> tuple[Shard, dict[str, int]]:
         """Return the first `quota` rows that count, and what was dropped; all but held-out rows are shuffled."""
         mask = self._model.keep_mask
-        keep_NL = countable(split, mask, tokens_NL)
-        dropped = mask.drop_counts(tokens_NL)
-        dropped["no_next_token"] = int((mask(tokens_NL) & ~keep_NL).sum())
+        keep_NL = countable(self._config, split, mask, contexts)
+        dropped = mask.drop_counts(contexts.tokens_NL)
+        dropped["no_loss_after"] = int((mask(contexts.tokens_NL) & ~keep_NL).sum())
         dropped["over_quota"] = int(keep_NL.sum()) - quota
         keep_NL &= keep_NL.flatten().cumsum(0).view_as(keep_NL) <= quota
         parts: list[Shard] = []
-        for tokens, keep in zip(
-            tokens_NL.split(self._config.batch_contexts), keep_NL.split(self._config.batch_contexts), strict=True
-        ):
-            parts.append(self._run(split, tokens, keep))
+        size = self._config.batch_contexts
+        for some, keep in zip(contexts.split(size), keep_NL.split(size), strict=True):
+            parts.append(self._run(split, some, keep))
             if advance is not None:
                 advance(int(keep.sum()))
         shard = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -49,12 +53,13 @@ class ShardMaker:
             shard |= {"context": (context + first).to(torch.int32), "position": position.to(torch.int32)}
         return self._select(split, shard, index, dropped), dropped
 
-    def _run(self, split: Split, tokens_NL: Tensor, keep_NL: Tensor) -> Shard:
+    def _run(self, split: Split, contexts: Contexts, keep_NL: Tensor) -> Shard:
         keep = keep_NL.to(self._model.device)
         if split is Split.PAIRS:
-            passed = self._model.gradients(tokens_NL)
+            counted_NL = counted_losses(self._config.skip_boundary_targets, self._model.keep_mask, contexts)
+            passed = self._model.gradients(contexts.tokens_NL, counted_NL)
             return {"x": passed.x_NLD[keep].float().cpu(), "g": passed.g_NLD[keep].float().cpu()}
-        return {"x": self._model.activations(tokens_NL)[keep].float().cpu()}
+        return {"x": self._model.activations(contexts.tokens_NL)[keep].float().cpu()}
 
     def _select(self, split: Split, shard: Shard, index: int, dropped: dict[str, int]) -> Shard:
         """Leave out norm outliers and, except for held-out rows, shuffle."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dmsae.activations.arrays import Array, ArrayRows
+from dmsae.activations.contexts import Contexts
 from dmsae.activations.dtypes import to_stored
 from dmsae.activations.harvest import Harvest
 from dmsae.activations.shards import ShardMaker
@@ -89,7 +90,7 @@ class LiveSource:
         require_whole("mix_shards", mix_shards, 1)
         self._harvest, self._mix, self._progress = harvest, mix_shards, progress
         self._maker = ShardMaker(harvest.model, harvest.config)
-        self._shards: Iterator[tuple[Tensor, int]] = iter(())
+        self._shards: Iterator[tuple[Contexts, int]] = iter(())
         self._next = (-1, 0)
         self._has_warned = False
 
@@ -106,22 +107,22 @@ class LiveSource:
     def block(self, epoch: int, index: int, seed: int) -> Tensor | None:
         """Return the rows of a few shards, computed now."""
         if self._next != (epoch, index):
-            self._shards = islice(self._token_shards(), index * self._mix, None)
+            self._shards = islice(self._context_shards(), index * self._mix, None)
         self._next = (epoch, index + 1)
         rows = [
-            self._maker.make(Split.TRAIN, tokens, quota, index * self._mix + i)[0]["x"]
-            for i, (tokens, quota) in enumerate(islice(self._shards, self._mix))
+            self._maker.make(Split.TRAIN, contexts, quota, index * self._mix + i)[0]["x"]
+            for i, (contexts, quota) in enumerate(islice(self._shards, self._mix))
         ]
         return torch.cat(rows) if rows else None
 
-    def _token_shards(self) -> Iterator[tuple[Tensor, int]]:
-        """Yield the tokens and row count of each shard of the training split."""
+    def _context_shards(self) -> Iterator[tuple[Contexts, int]]:
+        """Yield the contexts and row count of each shard of the training split."""
         config, n_rows = self._harvest.config, 0
         train = (one for one in self._harvest.assigned_contexts() if one.split is Split.TRAIN)
         while shard := list(islice(train, config.shard_contexts(Split.TRAIN))):
             count = sum(one.n_rows for one in shard)
             n_rows += count
-            yield torch.from_numpy(np.stack([one.context.tokens_L for one in shard])), count
+            yield Contexts.of([one.context for one in shard], config.tokens.context_length), count
         if n_rows < config.train_tokens and not self._has_warned:
             self._has_warned = True
             self._progress.warn(

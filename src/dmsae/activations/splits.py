@@ -4,11 +4,11 @@ from enum import StrEnum
 
 
 class Split(StrEnum):
-    """The parts of a store, in the order in which they are harvested."""
+    """The parts of a store, in the order in which they are harvested. No two hold text of the same document."""
 
     PAIRS = "pairs"
-    """(x, g) at positions that have a next token: for attribution."""
+    """(x, g) at positions that a next-token loss depends on: for attribution."""
     HELDOUT = "heldout"
-    """x of documents that training never sees, in reading order: for evaluation."""
+    """x in reading order: for evaluation."""
     TRAIN = "train"
     """x in random order: for training."""

@@ -6,7 +6,7 @@ Layout of `<root>/<key>/`, where the key is a hash of all that the content depen
     tokens/<split>.safetensors  tokens [N, L] and document starts [N, L]
     <split>/00000.safetensors   one shard: x [rows, D]; for held-out and pairs also where each row came from
                                 (context, position); for pairs also g [rows, D]
-    shards.jsonl                one line per finished file: rows, checksum, what was dropped
+    shards.jsonl                one line per finished file: rows, checksum, what was dropped, documents
     store.json                  written last: the store is complete; checksums of the two above and of itself
 
 Every file is verified against its checksum each time it is read. A store of imported activations holds no contexts,
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dmsae.activations.catalog import find_store, store_bytes
+from dmsae.activations.contexts import Contexts, counted_losses
 from dmsae.activations.identity import ModelIdentity
 from dmsae.activations.journal import (
     FileRecord,
@@ -35,13 +36,14 @@ from dmsae.activations.journal import (
     unchanged,
     write_seal,
 )
-from dmsae.activations.request import StoreRequest, read_request
+from dmsae.activations.request import HarvestRequest, StoreRequest, read_request
 from dmsae.activations.splits import Split
 from dmsae.config import to_dict
 from dmsae.disk import layout
 from dmsae.disk.files import write_bytes, write_json, write_tensors
 from dmsae.errors import StoreCorruptError, StoreError
 from dmsae.progress import SILENT, Progress
+from dmsae.text.tokens import KeepMask
 
 Shard = dict[str, Tensor]
 """Tensors with one row per activation: `x`, and for some splits `g`, `context` and `position`."""
@@ -60,7 +62,8 @@ class StoreWriter:
         """Write one file, then note it in the journal; a crash in between loses only this file."""
         assert file not in self.records, f"{file} exists already"
         rows = next(iter(tensors.values())).shape[0]
-        record = FileRecord(file, rows, write_tensors(self.path / file, tensors), dropped)
+        documents = int(tensors["starts"].sum()) if "starts" in tensors else 0
+        record = FileRecord(file, rows, write_tensors(self.path / file, tensors), dropped, documents)
         with (self.path / layout.STORE_JOURNAL).open("a", encoding="utf8") as journal:
             journal.write(journal_line(record))
             journal.flush()
@@ -134,6 +137,10 @@ class Store:
         """Return how many activations a split holds."""
         return sum(record.rows for record in self.shards(split))
 
+    def n_documents(self, split: Split) -> int:
+        """Return from how many documents a split's contexts come; 0 when the activations were imported."""
+        return sum(record.documents for record in self.records if record.file == layout.token_file(split))
+
     def dropped(self, split: Split) -> dict[str, int]:
         """Return how many positions were left out of a split, by reason."""
         total: dict[str, int] = {}
@@ -154,6 +161,11 @@ class Store:
         """Return `tokens` [N, L] and document `starts` [N, L] of a split's contexts."""
         self.require_text()
         return self.read(next(record for record in self.records if record.file == layout.token_file(split)))
+
+    def counted_losses(self, split: Split, mask: KeepMask) -> Tensor:
+        """Return a boolean [N, L] for a split's contexts: which next-token losses are in the sum that makes g."""
+        skips = isinstance(self.request, HarvestRequest) and self.request.skip_boundary_targets
+        return counted_losses(skips, mask, Contexts.stored(self.tokens(split)))
 
     def heldout(self) -> Tensor:
         """Return all held-out activations [n, D] at once, in float32."""

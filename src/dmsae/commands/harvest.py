@@ -52,11 +52,12 @@ def run(command: HarvestCommand) -> None:
 
 
 def _print_estimate(store: Path, estimate: Estimate) -> None:
-    table = plain_table("split", "rows", "disk", "time")
+    table = plain_table("split", "documents", "rows", "disk", "time")
     for split in Split:
         size, seconds = human_bytes(estimate.size_bytes[split]), human_seconds(estimate.seconds[split])
-        table.add_row(split, f"{estimate.rows[split]:,} × {estimate.d_model}", size, seconds)
+        rows = f"{estimate.rows[split]:,} × {estimate.d_model}"
+        table.add_row(split, f"{estimate.documents[split]:,}", rows, size, seconds)
     size, seconds = human_bytes(sum(estimate.size_bytes.values())), human_seconds(sum(estimate.seconds.values()))
-    table.add_row("all", "", size, seconds)
+    table.add_row("all", "", "", size, seconds)
     out.print(f"Store {store.name} would be made in {store.parent}:", style="bold")
     out.print(table)

@@ -124,7 +124,7 @@ def show_store(store: "Store") -> None:
         out.print(f"text   {request.source}, contexts of {request.tokens.context_length}, seed {request.seed}")
     else:
         out.print(f"name   {model.name}, imported from {request.source}, seed {request.seed}")
-    table = plain_table("split", "rows", "shards", "dtype", "mean ‖x‖", "max ‖x‖", "dropped")
+    table = plain_table("split", "documents", "rows", "shards", "dtype", "mean ‖x‖", "max ‖x‖", "dropped")
     for split in Split:
         shards = store.shards(split)
         if not shards:
@@ -135,7 +135,9 @@ def show_store(store: "Store") -> None:
         dropped = ", ".join(drops) or "nothing"
         size = f"{store.n_rows(split):,} × {store.d_model}"
         dtype = str(x.dtype).removeprefix("torch.")
-        table.add_row(split, size, str(len(shards)), dtype, f"{norms.mean():.1f}", f"{norms.max():.1f}", dropped)
+        documents = f"{store.n_documents(split):,}" if store.has_text else "–"
+        lengths = f"{norms.mean():.1f}", f"{norms.max():.1f}"
+        table.add_row(split, documents, size, str(len(shards)), dtype, *lengths, dropped)
     out.print(table)
 
 

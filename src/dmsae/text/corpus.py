@@ -1,7 +1,7 @@
 """The first stage: files, bundled corpora and Hub datasets become one stream of documents.
 
-Exact duplicates are dropped. A hash of its own text puts each document on the training or the held-out side, so the
-split does not depend on the order. The order is shuffled with a seed.
+Exact duplicates are dropped. A hash of its own text gives each document its place between 0 and 1, which decides what
+it is used for: that does not depend on the order. The order is shuffled with a seed.
 """
 
 import dataclasses
@@ -53,22 +53,29 @@ class TextConfig:
     adds its own: the tables reserved for probing."""
     hub: HubText = dataclasses.field(default_factory=HubText)
     heldout_fraction: float = 0.05
-    """Share of documents that are never trained on."""
+    """Share of documents that are kept for evaluation: never trained on, never attributed to."""
+    pairs_fraction: float = 0.05
+    """Share of documents that are kept for attribution: never trained on, never evaluated on."""
     shuffle_chars: int = 256_000_000
     """Size of the shuffle buffer, in characters. A corpus that fits is shuffled whole."""
 
     def __post_init__(self) -> None:
         units = get_args(TxtDocuments)
         require(self.txt_documents in units, "text.txt_documents", self.txt_documents, f"be one of {', '.join(units)}")
-        require(0 < self.heldout_fraction < 1, "text.heldout_fraction", self.heldout_fraction, "lie between 0 and 1")
+        for name in ("heldout_fraction", "pairs_fraction"):
+            require(0 < getattr(self, name) < 1, f"text.{name}", getattr(self, name), "lie between 0 and 1")
+        both = self.heldout_fraction + self.pairs_fraction
+        name = "text.heldout_fraction + text.pairs_fraction"
+        require(both < 1, name, both, "be below 1: the rest is trained on")
         require_whole("text.shuffle_chars", self.shuffle_chars, 1)
 
 
 class Document(NamedTuple):
-    """A text, and whether it is held out from training."""
+    """A text, and its place among all texts."""
 
     text: str
-    heldout: bool
+    place: float
+    """A number in [0, 1) that depends on the text alone, and is spread evenly over texts."""
 
 
 class Corpus(Protocol):
@@ -135,7 +142,7 @@ class FileCorpus:
         """Yield every distinct document once, in an order that depends only on the seed."""
         excluded = {digest for path in self.excluded for digest in map(_digest, self._read(path, may_be_empty=True))}
         texts = (text for path in self.files for text in self._read(path))
-        return _split_and_shuffle(texts, excluded, self._config, seed)
+        return _distinct_and_shuffled(texts, excluded, self._config, seed)
 
     def hint_if_too_small(self) -> str:
         """Return how .txt files were cut into documents, if there are any."""
@@ -181,7 +188,7 @@ class HubCorpus:
 
     def documents(self, seed: int) -> Iterator[Document]:
         """Yield every distinct document once, in an order that depends only on the seed."""
-        return _split_and_shuffle(self._texts(), set(), self._config, seed)
+        return _distinct_and_shuffled(self._texts(), set(), self._config, seed)
 
     def hint_if_too_small(self) -> str:
         """Return nothing: rows are documents."""
@@ -249,18 +256,19 @@ def _content_hash(files: list[Path]) -> str:
         raise CorpusError(f"{error.filename} cannot be read: {error.strerror}. Check text.source.") from error
 
 
-def _split_and_shuffle(texts: Iterable[str], excluded: set[bytes], config: TextConfig, seed: int) -> Iterator[Document]:
-    return _shuffled(_distinct(texts, excluded, config.heldout_fraction), config.shuffle_chars, seed)
+def _distinct_and_shuffled(
+    texts: Iterable[str], excluded: set[bytes], config: TextConfig, seed: int
+) -> Iterator[Document]:
+    return _shuffled(_distinct(texts, excluded), config.shuffle_chars, seed)
 
 
-def _distinct(texts: Iterable[str], seen: set[bytes], heldout_fraction: float) -> Iterator[Document]:
-    """Yield each text that is new and not blank, on its side of the split. `seen` grows."""
-    limit = int(heldout_fraction * 2**64)
+def _distinct(texts: Iterable[str], seen: set[bytes]) -> Iterator[Document]:
+    """Yield each text that is new and not blank, with its place. `seen` grows."""
     for text in texts:
         digest = _digest(text)
         if text.strip() and digest not in seen:
             seen.add(digest)
-            yield Document(text, heldout=int.from_bytes(digest[:8], "big") < limit)
+            yield Document(text, place=(int.from_bytes(digest[:8], "big") >> 11) / 2**53)
 
 
 def _shuffled(documents: Iterable[Document], buffer_chars: int, seed: int) -> Iterator[Document]:

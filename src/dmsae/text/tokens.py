@@ -4,6 +4,7 @@ Everywhere in dmsae a position is dropped if it is the first of its context (an 
 all others), a special token, or padding.
 """
 
+import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dmsae.config import require, require_whole
+from dmsae.seeds import derive_seed
 
 if TYPE_CHECKING:  # torch is slow to import, and commands that only read a `TokenConfig` do not need it
     from torch import Tensor
@@ -40,27 +42,48 @@ class Context(NamedTuple):
     starts_L: npt.NDArray[np.bool_]
 
 
-class Packer:
-    """Packs documents one after another, with the tokenizer's end-of-text token between them."""
+class Window(NamedTuple):
+    """How much is taken of one document: a stretch that starts where the seed and the document's text say."""
 
-    def __init__(self, tokenizer: Any, config: TokenConfig) -> None:
+    n_tokens: int
+    seed: int
+
+    def of(self, text: str, ids: list[int]) -> list[int]:
+        """Return the stretch of a document's tokens, or all of them if there are no more."""
+        if len(ids) <= self.n_tokens:
+            return ids
+        start = random.Random(derive_seed(self.seed, "window", text)).randint(0, len(ids) - self.n_tokens)
+        return ids[start : start + self.n_tokens]
+
+
+def prepends_bos(tokenizer: Any, config: TokenConfig) -> bool:
+    """Return whether contexts start with the BOS token; a BOS that is asked for and does not exist is an error."""
+    bos, wanted = tokenizer.bos_token_id, config.prepend_bos
+    remedy = "This model's tokenizer has no BOS token."
+    require(bos is not None or not wanted, "tokens.prepend_bos", wanted, "be off", remedy)
+    by_default = bos is not None and tokenizer("a").input_ids[:1] == [bos]
+    return by_default if wanted is None else wanted
+
+
+class Packer:
+    """Packs documents, or a window of each, with the tokenizer's end-of-text token between them."""
+
+    def __init__(self, tokenizer: Any, config: TokenConfig, window: Window | None = None) -> None:
         self._tokenizer = tokenizer
         self._length = config.context_length
+        self._window = window
         bos = tokenizer.bos_token_id
-        possible = bos is not None or not config.prepend_bos
-        require(
-            possible, "tokens.prepend_bos", config.prepend_bos, "be off", "This model's tokenizer has no BOS token."
-        )
-        by_default = bos is not None and tokenizer("a").input_ids[:1] == [bos]
-        self._prefix = [bos] if (by_default if config.prepend_bos is None else config.prepend_bos) else []
+        self._prefix = [bos] if prepends_bos(tokenizer, config) else []
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else bos
         self._suffix = [] if end is None else [end]
         self._start_context()
 
     def add(self, texts: list[str]) -> Iterator[Context]:
         """Yield the contexts that these documents complete."""
-        for ids in self._tokenizer(texts, add_special_tokens=False, verbose=False).input_ids:
-            document, at_start = [*ids, *self._suffix], True
+        all_ids = self._tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+        for text, ids in zip(texts, all_ids, strict=True):
+            taken_ids = self._window.of(text, ids) if self._window else ids
+            document, at_start = [*taken_ids, *self._suffix], True
             while document:
                 room = self._length - len(self._tokens)
                 taken, document = document[:room], document[room:]
@@ -107,6 +130,14 @@ class KeepMask:
         """Return a boolean [N, L] that is true where a position counts."""
         first, special, padding = self._reasons(tokens_NL)
         return ~(first | special | padding)
+
+    def targets(self, tokens_NL: "Tensor", starts_NL: "Tensor") -> "Tensor":
+        """Return a boolean [N, L] that is true where the next token is no special one and begins no document."""
+        _, special, _ = self._reasons(tokens_NL)
+        noise = special | starts_NL
+        counts = has_target(tokens_NL)
+        counts[..., :-1] &= ~noise[..., 1:]
+        return counts
 
     def drop_counts(self, tokens_NL: "Tensor") -> dict[str, int]:
         """Return how many positions are dropped, each counted under its first reason."""
