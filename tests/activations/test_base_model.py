@@ -245,7 +245,9 @@ def test_layer_number_and_path_are_the_same_hook(tiny_model: Path) -> None:
     [
         ({"name": "smolm2-135m"}, r"Unknown model 'smolm2-135m'.*Did you mean 'smollm2-135m'"),
         ({"name": "probes"}, r"'probes' is a corpus; it must be a model"),
-        ({"name": "/no/such/directory"}, r"Unknown model '/no/such/directory'"),
+        ({"name": "/no/such/directory"}, r"Unknown model '/no/such/directory': no such directory, and not a Hub id"),
+        ({"name": "./model"}, r"Unknown model '\./model': no such directory"),
+        ({"name": "models/of/mine"}, r"Unknown model 'models/of/mine': no such directory"),
         ({"hook": 2}, r"model\.hook = 2; it must be a layer of this model, from 0 to 1"),
         ({"hook": -1}, r"model\.hook = -1; it must be a layer"),
         ({"hook": "-1"}, r"model\.hook = -1; it must be a layer"),

@@ -72,10 +72,10 @@ def locate(config: ModelConfig, progress: Progress = SILENT) -> tuple[Path, str]
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json: it is not a Hugging Face model directory.")
         return path, ""
-    bundled = [asset.name for asset in assets.ASSETS.values() if asset.kind == "model"]
-    if "/" not in config.name or path.is_absolute() or config.name.startswith("."):
+    if config.name.count("/") != 1 or path.is_absolute() or config.name.startswith("."):
+        bundled = [asset.name for asset in assets.ASSETS.values() if asset.kind == "model"]
         raise ModelError(
-            f"Unknown model {config.name!r}: it must be a bundled model, a directory, or a Hub id (owner/name). "
+            f"Unknown model {config.name!r}: no such directory, and not a Hub id (owner/name) either. "
             f"{nearest(config.name, bundled)}"
         )
     return _download(config)
