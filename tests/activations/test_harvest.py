@@ -317,6 +317,12 @@ def test_a_missing_device_is_an_error_before_text_is_read(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_says_that_it_measures(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    recorder = Recorder()
+    Harvest(tiny_config(), tmp_path, recorder).dry_run()
+    assert any("Measuring" in note for note in recorder.notes)
+
+
 def test_the_same_bytes_read_as_another_kind_are_another_store(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config()
     keys = set()

@@ -26,6 +26,7 @@ from dmsae.activations.contexts import (
 )
 from dmsae.activations.identity import ModelIdentity
 from dmsae.activations.journal import FileRecord, rows_by_split
+from dmsae.activations.probe import report
 from dmsae.activations.request import HarvestConfig, HarvestRequest
 from dmsae.activations.shards import ShardMaker, row_bytes, to_stored_dtypes
 from dmsae.activations.splits import Split
@@ -80,11 +81,14 @@ class Harvest:
     def estimate(self, contexts: dict[Split, Contexts]) -> Estimate:
         """Return documents, rows, bytes and seconds, from one measured batch of each kind of pass.
 
-        Splits that come from few documents are warned of.
+        What the user should know before a long harvest is reported: how contexts start, the model's loss on them, and
+        splits that come from few documents.
         """
         some = next(one for one in contexts.values() if len(one))
         documents = {split: one.n_documents for split, one in contexts.items()}
         warn_of_few_documents(self.config, documents, self._progress)
+        self._progress.note("Measuring a few contexts to estimate the time …")
+        report(self.model, some, self.config.tokens, self._progress)
         batch = some.take(slice(self.config.batch_contexts))
         maker, n_positions = ShardMaker(self.model, self.config), batch.tokens_NL.numel()
         d_model = self.d_model
