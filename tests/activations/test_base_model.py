@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from conftest import build_model, build_tokenizer
-from dmsae.activations.base_model import BaseModel, ModelConfig, identify, load_tokenizer
+from dmsae.activations.base_model import BaseModel, ModelConfig, identify, load_tokenizer, position_limit
 from dmsae.activations.identity import ModelIdentity
 from dmsae.errors import GradientError, ModelError
 from dmsae.text.tokens import PAD
@@ -258,6 +259,21 @@ def test_layer_number_and_path_are_the_same_hook(tiny_model: Path) -> None:
 def test_unknown_names_offer_the_nearest(settings: dict[str, Any], message: str, tiny_model: Path) -> None:
     with pytest.raises(ModelError, match=message):
         identify(config(tiny_model, **settings))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "limit"),
+    [
+        ("GPT2", {"n_positions": 8, "n_layer": 1, "n_head": 1, "n_embd": 8}, 8),
+        ("Llama", {"max_position_embeddings": 32}, 32),
+        ("Bloom", {"n_layer": 1}, None),
+    ],
+)
+def test_the_position_limit_is_what_the_model_states(
+    family: str, settings: dict[str, Any], limit: int | None, tmp_path: Path
+) -> None:
+    getattr(transformers, f"{family}Config")(**settings).save_pretrained(tmp_path)
+    assert position_limit(config(tmp_path)) == limit
 
 
 def test_device_that_does_not_exist_is_refused(tiny_model: Path) -> None:

@@ -28,6 +28,7 @@ from dmsae.activations.store import Store, StoreWriter
 from dmsae.config import to_dict
 from dmsae.errors import BusyError, ConfigError, CorpusError, DiskSpaceError, ModelError, StoreError
 from dmsae.text.corpus import TextConfig
+from dmsae.text.tokens import TokenConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MakeConfig = Callable[..., HarvestConfig]
@@ -315,6 +316,15 @@ def test_a_missing_device_is_an_error_before_text_is_read(
         with pytest.raises(ModelError, match=r"device = 'cuda:99' cannot be used"):
             run(Harvest(replace(config, model=replace(config.model, device="cuda:99")), tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_context_longer_than_the_models_positions_is_refused_before_anything_is_written(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"tokens\.context_length = 65; it must be at most 64, the positions that"):
+        Harvest(tiny_config(tokens=TokenConfig(context_length=65)), tmp_path)
+    assert not list(tmp_path.iterdir())
+    Harvest(tiny_config(tokens=TokenConfig(context_length=64)), tmp_path)
 
 
 def test_a_dry_run_says_that_it_measures(tiny_config: MakeConfig, tmp_path: Path) -> None:

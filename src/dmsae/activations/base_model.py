@@ -106,6 +106,15 @@ def identify(config: ModelConfig, progress: Progress = SILENT) -> ModelIdentity:
     )
 
 
+def position_limit(config: ModelConfig, progress: Progress = SILENT) -> int | None:
+    """Return how many positions the model states that it has; None if it states no limit."""
+    import transformers  # here and below: importing it takes a second, and few commands need it
+
+    path, _ = locate(config, progress)
+    limit = getattr(transformers.AutoConfig.from_pretrained(path).get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
 def _is_of_tokenizer(file: Path) -> bool:
     names = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens")
     return file.name.startswith(names) or file.suffix == ".model"
@@ -129,7 +138,7 @@ def resolve_hook(model: nn.Module, hook: int | str) -> str:
 
 def _skeleton(path: Path) -> nn.Module:
     """Return the model's modules without weights."""
-    import transformers  # here and below: importing it takes a second, and few commands need it
+    import transformers
 
     try:
         with torch.device("meta"):

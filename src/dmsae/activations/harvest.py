@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.filesize import decimal as human_bytes
 
-from dmsae.activations.base_model import BaseModel, identify, load_tokenizer
+from dmsae.activations.base_model import BaseModel, identify, load_tokenizer, position_limit
 from dmsae.activations.catalog import is_complete, store_lock
 from dmsae.activations.contexts import (
     AssignedContext,
@@ -31,6 +31,7 @@ from dmsae.activations.request import HarvestConfig, HarvestRequest
 from dmsae.activations.shards import ShardMaker, row_bytes, to_stored_dtypes
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Store, StoreWriter, read_verified
+from dmsae.config import require
 from dmsae.devices import model_device
 from dmsae.disk.files import require_space
 from dmsae.disk.layout import shard_file, stores_directory, token_file
@@ -56,6 +57,9 @@ class Harvest:
         self.config = config
         self._progress = progress
         self.identity: ModelIdentity = identify(config.model, progress)
+        limit, length = position_limit(config.model, progress), config.tokens.context_length
+        fits = limit is None or length <= limit
+        require(fits, "tokens.context_length", length, f"be at most {limit}, the positions that this model has")
         self.corpus = open_corpus(config.text, progress)
         self.request = HarvestRequest.of(config, self.identity, self.corpus.identity)
         self.path = (root or stores_directory()) / self.request.key
