@@ -165,6 +165,7 @@ def test_a_store_without_text_says_so(tmp_path: Path) -> None:
 def test_a_store_opens_by_its_key_or_its_path(tmp_path: Path) -> None:
     path = make(tmp_path / "abcd").path
     assert open_store("ab", tmp_path).path == open_store(path).path == path
+    assert open_store(path).root == tmp_path
 
 
 def test_documents_are_counted_when_tokens_are_written(tmp_path: Path) -> None:

@@ -112,6 +112,11 @@ class Store:
         return self.path.name
 
     @property
+    def root(self) -> Path:
+        """The directory of stores that holds this one."""
+        return self.path.parent
+
+    @property
     def model(self) -> ModelIdentity:
         """The model and hook that the activations come from."""
         return self.request.model
