@@ -139,7 +139,7 @@ def tiny_config(tiny_model: Path, tiny_text: Path) -> Callable[..., HarvestConfi
 
 @pytest.fixture(scope="session")
 def real_model() -> BaseModel:
-    """The bundled model, loaded once, hooked after block 8."""
+    """The bundled model (SmolLM2-135M-Instruct, 4-bit weights), loaded once, hooked after block 8."""
     if not assets.is_fetched(assets.find("smollm2-135m")):
         pytest.fail("The bundled model has not been fetched. Run 'dmsae assets fetch' (or 'make test', which does).")
     return BaseModel.load(ModelConfig(device="cpu"))

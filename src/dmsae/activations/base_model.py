@@ -37,7 +37,8 @@ class ModelConfig:
     """
 
     name: str = "smollm2-135m"
-    """A bundled model (see `dmsae assets list`), a local Hugging Face directory, or a Hub id as `owner/name`."""
+    """A bundled model (see `dmsae assets list`; smollm2-135m is SmolLM2-135M-Instruct with 4-bit weights), a local
+    Hugging Face directory, or a Hub id as `owner/name`."""
     revision: str = ""
     """Of a Hub model: branch, tag or commit. Empty: the default branch, resolved to its commit."""
     hook: int | str = 8

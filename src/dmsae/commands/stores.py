@@ -13,6 +13,7 @@ from dmsae.commands.output import out, plain_table
 from dmsae.commands.terminal import TERMINAL
 from dmsae.disk.layout import stores_directory
 from dmsae.errors import ConfigError, StoreError
+from dmsae.text.assets import ASSETS
 
 if TYPE_CHECKING:
     from dmsae.activations.store import Store
@@ -121,6 +122,8 @@ def show_store(store: "Store") -> None:
     out.print(f"Store {store.key}  {store.path}  {human_bytes(store.size_bytes())}", style="bold")
     if isinstance(request, HarvestRequest):
         out.print(f"model  {model.name} {model.revision} at {model.hook}, weights {model.weights_sha256[:12]}…")
+        if model.name in ASSETS:
+            out.print(f"       {ASSETS[model.name].about}")
         out.print(f"text   {request.source}, contexts of {request.tokens.context_length}, seed {request.seed}")
     else:
         out.print(f"name   {model.name}, imported from {request.source}, seed {request.seed}")
