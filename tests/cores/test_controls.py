@@ -10,13 +10,17 @@ from torch import Tensor
 
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Store, StoreWriter
+from dmsae.cores.attribution import Attribution, attribute
 from dmsae.cores.controls import RandomKind, Rule, core_by_rule, random_core, random_detectors
 from dmsae.cores.core import Core, Lineage, Provenance
 from dmsae.cores.null import covariance_matched_rows
+from dmsae.cores.selection import detectors_of
 from dmsae.cores.statistics import sample_activations
 from dmsae.disk.layout import shard_file
 from dmsae.errors import AttributionError, ConfigError, StoreError
+from dmsae.sae.config import CoreConfig, DenseCore, DetectorCore, SAEConfig, SparseCore
 from dmsae.sae.detectors import Detectors, detect
+from dmsae.sae.sae import SAE
 from planted import REQUEST, Planted, planted_store
 from three_cycles import three_cycles
 
@@ -220,6 +224,141 @@ def test_random_detectors_need_detectors_and_activations_that_differ(planted: Pl
         random_detectors(core_of(uneven, rows, detectors), uneven, seed=0)
 
 
+# Other rules
+
+CORES: list[CoreConfig | None] = [None, DenseCore(5, k_noncore=8), SparseCore(5), DetectorCore(5, k_noncore=8)]
+N_POOL, N_CHOSEN = 20, 5
+
+
+def sae_of(planted: Planted, core: CoreConfig | None) -> SAE:
+    """An SAE whose latents fire at many rates and strengths."""
+    generator = torch.Generator().manual_seed(0)
+    n_core = core.n if core else 0
+    rows = torch.randn(n_core, 32, generator=generator)
+    detectors = Detectors(-torch.rand(5, generator=generator), torch.rand(5, generator=generator))
+    config = SAEConfig(32, 48, 8, (N_POOL, 48), core)
+    sae = SAE.init(
+        config,
+        generator,
+        rows if n_core else None,
+        detectors if isinstance(core, DetectorCore) else None,
+    )
+    with torch.no_grad():
+        sae.W_enc_noncore.mul_(0.5 + 2 * torch.rand(config.n_noncore, 1, generator=generator))
+        sae.b_enc.normal_(std=0.5, generator=generator)
+        sae.W_enc_noncore[:3] *= 40  # rare and strong
+        sae.b_enc[n_core - config.n_detectors :][:3] -= 24
+        sae.b_dec.normal_(std=0.1, generator=generator)
+        sae.set_threshold_(0.7)
+    return sae.requires_grad_(False)
+
+
+def codes(sae: SAE, x: Tensor) -> Tensor:
+    """f̃ [B, P] under the training-time mask, densely."""
+    f = sae.pre_activations(x).relu()
+    n_dense = sae.config.n_dense
+    if sae.config.n_detectors:
+        f[:, :n_dense] = detect(x, sae.W_enc_core, sae.detectors)
+    competing = f[:, n_dense:]
+    cut = competing.flatten().topk(sae.config.k_selected * len(x)).values[-1]
+    competing.mul_(competing >= cut)
+    return f[:, :N_POOL]
+
+
+def scored(planted: Planted, sae: SAE) -> Attribution:
+    return attribute(sae, planted.store)
+
+
+def chosen_by(rule: Rule, planted: Planted, sae: SAE, n: int = N_CHOSEN) -> Core:
+    provenance = Provenance.of(planted.store, {"width": 48})
+    return core_by_rule(rule, sae, scored(planted, sae), n, planted.store, provenance, seed=0, cycle=2)
+
+
+@pytest.mark.parametrize("core", CORES, ids=lambda core: core.kind if core else "none")
+def test_rules_take_the_candidates_that_are_highest_by_them(planted: Planted, core: CoreConfig | None) -> None:
+    sae = sae_of(planted, core)
+    f = codes(sae, next(planted.store.batches(Split.PAIRS, 2048))["x"]).double()
+    shuffled = torch.rand(N_POOL, generator=torch.Generator().manual_seed(1)).double()
+    attribution = replace(scored(planted, sae), scores_P=shuffled)
+    by = {
+        Rule.FIRING_RATE: (f > 0).double().mean(0),
+        Rule.MEAN_ACTIVATION: f.mean(0),
+        Rule.ATTRIBUTION: shuffled,
+    }
+    choices = set()
+    for rule, values in by.items():
+        expected = set(values.sort(descending=True, stable=True).indices[:N_CHOSEN].tolist())
+        provenance = Provenance.of(planted.store, {})
+        control = core_by_rule(rule, sae, attribution, N_CHOSEN, planted.store, provenance, seed=0)
+        assert set(control.slots_C.tolist()) == expected, rule
+        choices.add(frozenset(expected))
+    assert len(choices) == len(by), "the rules cannot be told apart"
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("core", CORES, ids=lambda core: core.kind if core else "none")
+def test_chosen_latents_are_detectors_with_their_own_attribution(
+    planted: Planted, core: CoreConfig | None, rule: Rule
+) -> None:
+    sae = sae_of(planted, core)
+    control = chosen_by(rule, planted, sae)
+    assert len(control) == N_CHOSEN
+    assert control.cycle == 2
+    assert control.detectors is not None
+    assert control.provenance.config == {
+        "core_by_rule": {"rule": rule.value, "n": N_CHOSEN, "seed": 0, "store": planted.store.key, "run": {"width": 48}}
+    }
+    if rule is Rule.PRINCIPAL_COMPONENTS:
+        return
+    assert torch.equal(control.encoder_CD, sae.W_enc[control.slots_C])
+    expected = detectors_of(sae, control.slots_C)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(control.detectors, expected, strict=True))
+    assert torch.equal(control.scores_C, scored(planted, sae).scores_P[control.slots_C])
+    assert (control.scores_C.diff() <= 0).all()
+    assert control.lineage == tuple(Lineage(2, slot, (2,)) for slot in control.slots_C.tolist())
+
+
+def test_a_random_subset_is_seeded_and_even(planted: Planted) -> None:
+    sae, provenance = sae_of(planted, CORES[1]), Provenance.of(planted.store, {})
+    scores = scored(planted, sae)
+    subsets = [
+        core_by_rule(Rule.RANDOM_SUBSET, sae, scores, N_CHOSEN, planted.store, provenance, seed % 40).slots_C
+        for seed in range(41)
+    ]
+    assert torch.equal(subsets.pop(), subsets[0])
+    counts = torch.cat(subsets).bincount(minlength=N_POOL)
+    assert all(len(set(subset.tolist())) == N_CHOSEN for subset in subsets)
+    assert counts.min() > 0
+    assert counts.max() < 28  # twelve are expected
+
+
+def test_principal_components_are_those_of_the_sample(planted: Planted) -> None:
+    sae = sae_of(planted, None)
+    control = chosen_by(Rule.PRINCIPAL_COMPONENTS, planted, sae)
+    x = sample_activations(planted.store)
+    expected = torch.linalg.svd(x - x.mean(0), full_matrices=False).Vh[:N_CHOSEN]
+    norms = sae.W_enc[:N_POOL].norm(dim=1)
+    cosines = torch.nn.functional.cosine_similarity(control.encoder_CD, expected)
+    torch.testing.assert_close(cosines.abs(), torch.ones(N_CHOSEN), rtol=0, atol=1e-3)
+    torch.testing.assert_close(control.encoder_CD.norm(dim=1), norms.median().expand(N_CHOSEN))
+    assert control.detectors is not None
+    centred = x @ control.encoder_CD.T + control.detectors.offsets_C
+    torch.testing.assert_close(centred.mean(0), torch.zeros(N_CHOSEN), rtol=0, atol=1e-4)
+    assert (centred**3).mean(0).min() > 0
+    assert not control.detectors.thresholds_C.any()
+    assert not control.scores_C.any()
+    assert all(latent.selected_in == () for latent in control.lineage)
+
+
+def test_a_rule_cannot_take_more_than_there_is(planted: Planted) -> None:
+    sae = sae_of(planted, None)
+    for rule, n, most in ((Rule.FIRING_RATE, 21, 20), (Rule.PRINCIPAL_COMPONENTS, 33, 32), (Rule.ATTRIBUTION, 0, 20)):
+        with pytest.raises(ConfigError, match=f"n = {n}; .* {most}"):
+            chosen_by(rule, planted, sae, n)
+    assert len(chosen_by(Rule.MEAN_ACTIVATION, planted, sae, N_POOL)) == N_POOL
+    assert len(chosen_by(Rule.PRINCIPAL_COMPONENTS, planted, sae, 32)) == 32
+
+
 def test_scores_of_another_sae_or_without_what_the_rule_needs_are_refused(planted: Planted) -> None:
     sae = sae_of(planted, None)
     scores = scored(planted, sae)
@@ -229,3 +368,13 @@ def test_scores_of_another_sae_or_without_what_the_rule_needs_are_refused(plante
     without = replace(scores, mean_activations_P=None)
     with pytest.raises(AttributionError, match="without mean activations"):
         core_by_rule(Rule.MEAN_ACTIVATION, sae, without, 3, planted.store, Provenance.of(planted.store, {}), 0)
+
+
+def test_controls_are_saved_like_any_core(planted: Planted, tmp_path: Path) -> None:
+    like = detector_core(planted)
+    sae = sae_of(planted, None)
+    for i, control in enumerate([random_detectors(like, planted.store, 0), chosen_by(Rule.FIRING_RATE, planted, sae)]):
+        control.save(tmp_path / str(i))
+        read = Core.load(tmp_path / str(i))
+        assert read.digest() == control.digest()
+        assert read.provenance == control.provenance

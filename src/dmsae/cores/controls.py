@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dmsae.activations.store import Store
-from dmsae.config import Json
+from dmsae.config import Json, require
+from dmsae.cores.attribution import Attribution
 from dmsae.cores.core import Core, Lineage, Provenance
 from dmsae.cores.null import covariance_matched_rows
-from dmsae.cores.statistics import sample_activations
-from dmsae.errors import ConfigError, StoreError
+from dmsae.cores.selection import detectors_of
+from dmsae.cores.statistics import principal_directions, sample_activations
+from dmsae.errors import AttributionError, ConfigError, StoreError
 from dmsae.sae.detectors import Detectors, detect
+from dmsae.sae.sae import SAE
 from dmsae.seeds import derive_seed, generator
 
 _BLOCK = 256
@@ -92,6 +95,83 @@ def random_detectors(like: Core, store: Store, seed: int) -> Core:
     return _standing_in(like, (slopes_C[:, None] * directions).float(), detectors, {"random_detectors": origin})
 
 
+class Rule(StrEnum):
+    """How a control chooses latents from a candidate pool.
+
+    Mean activation × decoder norm is no rule of its own: decoder rows have unit norm, so it is the mean activation.
+    """
+
+    FIRING_RATE = "firing_rate"
+    """Those that fire most often. Rates and means are those under the training-time mask, measured with the scores."""
+    MEAN_ACTIVATION = "mean_activation"
+    """Those with the largest mean activation, silent positions included."""
+    RANDOM_SUBSET = "random_subset"
+    """Any."""
+    PRINCIPAL_COMPONENTS = "principal_components"
+    """None of them: principal directions of the activations, with the median norm of the candidates' encoder rows. As
+    detectors they fire where an activation lies above the mean, which is about half of the time."""
+    ATTRIBUTION = "attribution"
+    """Those with the highest scores: a core of a given size instead of a given coverage, without further cycles."""
+
+
+def core_by_rule(
+    rule: Rule,
+    sae: SAE,
+    attribution: Attribution,
+    n: int,
+    store: Store,
+    provenance: Provenance,
+    seed: int,
+    cycle: int = 0,
+) -> Core:
+    """Return a control: the n latents that a rule chooses from an SAE's candidates, in descending order of attribution.
+
+    All are born in the SAE's `cycle`, those of its core as well. Of equal candidates the lower index goes first.
+    """
+    pool_P = attribution.latents_P
+    if int(pool_P.max()) >= sae.config.prefixes[0]:
+        raise AttributionError(
+            f"Latent {int(pool_P.max())} was scored, but the SAE's candidates are the first {sae.config.prefixes[0]}: "
+            "the scores belong to another SAE."
+        )
+    of_sae = rule is not Rule.PRINCIPAL_COMPONENTS
+    n_most = len(pool_P) if of_sae else sae.config.d_model
+    what = "candidates" if of_sae else "directions"
+    require(1 <= n <= n_most, "n", n, f"be at least 1 and at most {n_most}, the number of {what}")
+    origin = {"rule": str(rule), "n": n, "seed": seed, "store": store.key, "run": provenance.config}
+    provenance = replace(provenance, config={"core_by_rule": origin})
+    if not of_sae:
+        norm = sae.W_enc[pool_P].double().norm(dim=1).median()
+        return _principal_core(_sample(provenance, store), n, float(norm), provenance, cycle)
+    preferred_P = _preferences(rule, attribution, seed).sort(descending=True, stable=True).indices
+    chosen = preferred_P[:n].sort().values
+    scores, order = attribution.scores_P[chosen].double().sort(descending=True, stable=True)
+    slots = pool_P[chosen[order]]
+    return Core(
+        encoder_CD=sae.W_enc[slots].detach().cpu().float(),
+        scores_C=scores,
+        slots_C=slots,
+        lineage=tuple(Lineage(cycle, slot, (cycle,)) for slot in slots.tolist()),
+        cycle=cycle,
+        provenance=provenance,
+        detectors=detectors_of(sae, slots),
+    )
+
+
+def _preferences(rule: Rule, attribution: Attribution, seed: int) -> Tensor:
+    """Return what a rule ranks candidates by, [P]."""
+    if rule is Rule.RANDOM_SUBSET:
+        return torch.rand(len(attribution.latents_P), generator=generator(seed, "random subset"), dtype=torch.float64)
+    if rule is not Rule.MEAN_ACTIVATION:
+        return attribution.firing_rates_P if rule is Rule.FIRING_RATE else attribution.scores_P
+    if attribution.mean_activations_P is None:
+        raise AttributionError(
+            "The scores come without mean activations: they are by ablation, or of an earlier version. Score the SAE "
+            "again, by gradient × activation."
+        )
+    return attribution.mean_activations_P * attribution.firing_rates_P
+
+
 def _sample(provenance: Provenance, store: Store) -> Tensor:
     """Return a sample of the activations that a core of this provenance sees."""
     provenance.model.require_same(store.model, "the core", f"the store {store.key}")
@@ -121,6 +201,21 @@ def _as_active(x_BD: Tensor, directions: Tensor, rows_CD: Tensor, detectors: Det
     slopes_C = (f_BC.double().sum(0) - fired_C * thresholds_C) / excess_C
     slopes_C = slopes_C.where(fired_C > 0, rows_CD.double().norm(dim=1))
     return slopes_C, thresholds_C - slopes_C * cut_C
+
+
+def _principal_core(x_BD: Tensor, n: int, norm: float, provenance: Provenance, cycle: int) -> Core:
+    """Return the core of the first n principal directions of activations."""
+    rows_CD = norm * principal_directions(x_BD, n)
+    offsets_C = -(rows_CD @ x_BD.double().mean(0))
+    return Core(
+        encoder_CD=rows_CD.float(),
+        scores_C=torch.zeros(n, dtype=torch.float64),
+        slots_C=torch.arange(n),
+        lineage=tuple(Lineage(cycle, i, ()) for i in range(n)),
+        cycle=cycle,
+        provenance=provenance,
+        detectors=Detectors(offsets_C.float(), torch.zeros(n)),
+    )
 
 
 def _standing_in(like: Core, rows_CD: Tensor, detectors: Detectors | None, origin: Json) -> Core:

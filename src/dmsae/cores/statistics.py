@@ -23,3 +23,15 @@ def sample_activations(store: Store, n_rows: int = 16_384) -> Tensor:
             "no control can be matched to them. Harvest it again."
         )
     return x_BD
+
+
+def principal_directions(x_BD: Tensor, n: int) -> Tensor:
+    """Return the first n principal directions of activations [n, D], in float64, unit norm.
+
+    Each points to the long tail of the activations along it: a latent fires on one side only.
+    """
+    centred_BD = x_BD.double() - x_BD.double().mean(0)
+    vectors_DD = torch.linalg.eigh(centred_BD.T @ centred_BD).eigenvectors
+    directions: Tensor = vectors_DD.flip(1)[:, :n].T
+    skew = (centred_BD @ directions.T).pow_(3).sum(0)
+    return directions * torch.where(skew < 0, -1, 1)[:, None]
