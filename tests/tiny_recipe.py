@@ -10,7 +10,7 @@ def write_recipe(path: Path, model: Path, text: Path) -> Path:
         [harvest]
         train_tokens = 3000
         heldout_tokens = 300
-        pair_tokens = 600
+        pair_tokens = 400
         shard_tokens = 512
         [harvest.model]
         name = "{model}"

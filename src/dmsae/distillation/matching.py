@@ -17,12 +17,15 @@ _NOT_THE_SPLIT = (
     "model",
     "train_tokens",
     "heldout_tokens",
+    "pair_tokens",
+    "max_contexts_per_document",
+    "skip_boundary_targets",
     "shard_tokens",
     "dtype",
     "gradient_dtype",
     "max_norm_ratio",
 )
-"""What a request says beside which text goes to which split, and in which order."""
+"""What a request says beside which documents go to which split, and in which order."""
 
 
 def require_matching(source: ActivationSource, store: Store) -> None:
