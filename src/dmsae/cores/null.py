@@ -8,14 +8,11 @@ match between two cores means something only beyond that.
 import torch
 from torch import Tensor
 
-from dmsae.activations.splits import Split
 from dmsae.activations.store import Store
 from dmsae.config import require_whole
+from dmsae.cores.statistics import sample_activations
 from dmsae.errors import StoreError
 from dmsae.seeds import generator
-
-_MAX_ROWS = 16_384
-"""Activations from which a covariance is taken."""
 
 
 def covariance_matched_rows(activations: Store | Tensor, n: int, seed: int = 0) -> Tensor:
@@ -24,17 +21,9 @@ def covariance_matched_rows(activations: Store | Tensor, n: int, seed: int = 0) 
     Each is a normal combination of the centred activations, which has their covariance without a decomposition of it.
     """
     require_whole("n", n, 1)
-    x = _some_rows(activations) if isinstance(activations, Store) else activations[:_MAX_ROWS]
+    x = sample_activations(activations) if isinstance(activations, Store) else activations
     centred = x.double() - x.double().mean(0)
     if not centred.any():
         raise StoreError("The activations are all the same: they have no covariance to draw from.")
     weights = torch.randn(n, len(x), generator=generator(seed, "covariance matched"), dtype=torch.float64)
     return torch.nn.functional.normalize(weights @ centred, dim=1).float()
-
-
-def _some_rows(store: Store) -> Tensor:
-    """Return activations of the first split that holds any: those that an SAE trains on, if they were kept."""
-    for split in (Split.TRAIN, Split.HELDOUT, Split.PAIRS):
-        for batch in store.batches(split, _MAX_ROWS):
-            return batch["x"]
-    raise StoreError(f"The store {store.key} holds no activations.")
