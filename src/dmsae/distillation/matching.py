@@ -36,7 +36,8 @@ def require_matching(source: ActivationSource, store: Store) -> None:
     facts = source.facts
     if facts.get("model"):
         model = from_dict(ModelIdentity, facts["model"])
-        model.require_same(store.model, "what the SAEs would train on", f"the store {store.key}")
+        remedy = "Train on activations of the store's own model and hook."
+        model.require_same(store.model, "what the SAEs would train on", f"the store {store.key}", remedy)
     if "live" not in facts:
         return
     stored, live = ({k: v for k, v in one.items() if k not in _NOT_THE_SPLIT} for one in _requests(store, facts))
