@@ -22,8 +22,8 @@ from dmsae.sae.config import SAEConfig
 from dmsae.sae.detectors import Detectors, detect
 from dmsae.sae.sae import SAE
 
-_ELEMENTS = 1 << 21
-"""Activations of one SAE that are held at a time."""
+_ELEMENTS = 1 << 19
+"""Activations of one SAE in a batch: a few copies of them fit into the cache."""
 _MAX_BATCH = 4096
 _LAST_POSITION = (1 << 32) - 1
 _FIGURES = ("rate_before", "rate_after", "jaccard", "jaccard_chance", "correlation", "decoder_cosine", "top_overlap")
