@@ -47,9 +47,12 @@ def literal_changes(sae: SAE, store: Store, model: BaseModel, batch_size: int) -
     change = torch.zeros(N_POOL, len(tokens), dtype=torch.float64)
     predicted = torch.zeros_like(change)
     hooked = model.model.get_submodule(model.identity.hook)
+    counted = store.counted_losses(Split.PAIRS, model.keep_mask)
     for n, context in enumerate(tokens):
         ids = context[context >= 0].long()[None]
-        clean = model.model(input_ids=ids, labels=ids).loss.double() * (ids.shape[1] - 1)
+        labels, n_losses = ids.clone(), int(counted[n].sum())
+        labels[0, 1:][~counted[n, : ids.shape[1] - 1]] = -100
+        clean = model.model(input_ids=ids, labels=labels).loss.double() * n_losses
         for j in range(N_POOL):
             removed = f[j, n, : ids.shape[1], None] * sae.W_dec[j].detach()
             predicted[j, n] = -(removed * g[n, : ids.shape[1]]).sum()
@@ -58,7 +61,7 @@ def literal_changes(sae: SAE, store: Store, model: BaseModel, batch_size: int) -
                 return output - removed
 
             handle = hooked.register_forward_hook(subtract)
-            change[j, n] = model.model(input_ids=ids, labels=ids).loss.double() * (ids.shape[1] - 1) - clean
+            change[j, n] = model.model(input_ids=ids, labels=labels).loss.double() * n_losses - clean
             handle.remove()
     return change, predicted, (f > 0).any(2)
 

@@ -67,8 +67,9 @@ def ablate(
     order = torch.randperm(len(tokens_NL), generator=generator(config.seed, "ablation"))
     contexts_N = order[: config.n_contexts].sort()[0]
     f_RNL, n_positions = _codes(sae, store, latents_R, contexts_N, tokens_NL.shape, how.batch_size)
+    counted_NL = store.counted_losses(Split.PAIRS, model.keep_mask)[contexts_N]  # the losses that make g
     changes_RN = _loss_changes(
-        model, tokens_NL[contexts_N], f_RNL, sae.W_dec[latents_R], config.batch_contexts, progress
+        model, tokens_NL[contexts_N], counted_NL, f_RNL, sae.W_dec[latents_R], config.batch_contexts, progress
     )
     largest = LargestValues(len(latents_R), how.quantile, len(contexts_N), changes_RN)
     largest.add(changes_RN.abs())
@@ -118,11 +119,18 @@ def _codes(
 
 
 def _loss_changes(
-    model: BaseModel, tokens_NL: Tensor, f_RNL: Tensor, W_dec_RD: Tensor, batch: int, progress: Progress
+    model: BaseModel,
+    tokens_NL: Tensor,
+    counted_NL: Tensor,
+    f_RNL: Tensor,
+    W_dec_RD: Tensor,
+    batch: int,
+    progress: Progress,
 ) -> Tensor:
     """Return the change [R, N] of each context's summed loss when a latent is taken out of it, in float64."""
     W_dec_RD, f_RNL = W_dec_RD.to(model.device), f_RNL.to(model.device)
-    clean_N = torch.cat([model.losses(tokens).double().sum(1).cpu() for tokens in tokens_NL.split(batch)])
+    batches = zip(tokens_NL.split(batch), counted_NL.split(batch), strict=True)
+    clean_N = torch.cat([model.losses(some, counted_NL=counts).double().sum(1).cpu() for some, counts in batches])
     changes_RN = torch.zeros(f_RNL.shape[:2], dtype=torch.float64)
     jobs = (f_RNL > 0).any(2).nonzero().cpu()
     with progress.bar("ablate", len(jobs), "ctx") as bar:
@@ -132,7 +140,7 @@ def _loss_changes(
                 contribution = f_RNL[latent, context][:, :, None] * W_dec_RD[latent][:, None, :]
                 return x - contribution.to(x)
 
-            losses_J = model.losses(tokens_NL[context], remove).double().sum(1).cpu()
+            losses_J = model.losses(tokens_NL[context], remove, counted_NL[context]).double().sum(1).cpu()
             changes_RN[latent, context] = losses_J - clean_N[context]
             bar.advance(len(latent))
     return changes_RN
