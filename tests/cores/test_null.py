@@ -9,6 +9,7 @@ from dmsae.activations.splits import Split
 from dmsae.activations.store import StoreWriter
 from dmsae.cores.compare import nearest_rows
 from dmsae.cores.null import covariance_matched_rows
+from dmsae.disk.layout import shard_file
 from dmsae.errors import ConfigError, StoreError
 from planted import REQUEST, planted_store
 
@@ -40,8 +41,8 @@ def test_a_store_gives_its_training_activations_or_others(tmp_path: Path) -> Non
     assert rows.shape == (6, 32)
     # The planted directions span half of all dimensions, and the activations hardly leave them.
     torch.testing.assert_close((rows @ planted.directions.T).norm(dim=1), torch.ones(6), atol=0.01, rtol=0)
-    writer = StoreWriter(tmp_path / "heldout", REQUEST)
-    writer.add("heldout/00000.safetensors", {"x": planted.store.heldout()}, {})
+    writer = StoreWriter(tmp_path / "pairs", REQUEST)
+    writer.add(shard_file(Split.PAIRS, 0), {"x": planted.store.heldout()}, {})
     store = writer.finish(32)
     assert not store.n_rows(Split.TRAIN)
     assert covariance_matched_rows(store, 3).shape == (3, 32)
