@@ -1,0 +1,139 @@
+"""The price of keeping: what an SAE that carries a core loses against one that is free, at the same measured L0.
+
+Frozen latents cannot adapt to the others, so keeping them costs something. How many are kept, how much of the
+attribution they hold and what that costs is a frontier on which cores, selection rules and freezes can be compared.
+Unconstrained means a Matryoshka SAE without a core, of equal width and with a prefix-0 as large as core + prefix-0.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+
+from dmsae.config import require
+from dmsae.cores.attribution import Attribution
+from dmsae.cores.core import Core
+from dmsae.errors import AttributionError
+from dmsae.evaluation.fidelity import Fidelity
+from dmsae.sae.config import SAEConfig
+
+
+class Point(NamedTuple):
+    """Held-out figures of one SAE."""
+
+    l0: float
+    """Latents that fire per token, the core included, as measured."""
+    fve: float
+    """Fraction of the variance explained by the full reconstruction."""
+    fve_prefix0: float
+    """The same for the smallest prefix, which includes the core."""
+
+    @classmethod
+    def of(cls, figures: Fidelity) -> Self:
+        """Return the point of an SAE whose fidelity was measured."""
+        return cls(figures.l0_core + figures.l0_noncore, figures.fve, figures.fve_prefixes[0])
+
+
+class Price(NamedTuple):
+    """What keeping a core costs; None where it is not known."""
+
+    n_kept: int
+    """Latents of the core."""
+    attribution_share: float | None
+    """Share of the attribution that they hold, in the pool that they were selected from."""
+    l0: float
+    """Measured L0 of the SAE that carries the core."""
+    fve: float
+    fve_unconstrained: float | None
+    """FVE of an unconstrained SAE at that L0."""
+    price: float | None
+    """How much less is explained because the core is kept; below 0, more is."""
+    fve_prefix0: float
+    fve_prefix0_unconstrained: float | None
+    price_prefix0: float | None
+    note: str = ""
+    """Why there is no price, or what was left out."""
+
+
+def price(kept: Point, unconstrained: Sequence[Point], n_kept: int, attribution_share: float | None = None) -> Price:
+    """Return the price of a core, from the SAE that carries it and unconstrained ones at other L0.
+
+    Their FVE is interpolated linearly in L0, never extrapolated. FVE grows more slowly the larger L0 is, so between
+    distant points the interpolated value, and with it the price, is too low: train neighbours close by on both sides.
+    """
+    usable = [point for point in unconstrained if all(map(math.isfinite, point))]
+    fve, fve_prefix0, note = None, None, _obstacle(kept, usable)
+    if not note:
+        fve, fve_prefix0 = _interpolated(kept.l0, usable)
+        note = _left_out(len(unconstrained) - len(usable), len(unconstrained))
+    return Price(
+        n_kept=n_kept,
+        attribution_share=attribution_share,
+        l0=kept.l0,
+        fve=kept.fve,
+        fve_unconstrained=fve,
+        price=None if fve is None else fve - kept.fve,
+        fve_prefix0=kept.fve_prefix0,
+        fve_prefix0_unconstrained=fve_prefix0,
+        price_prefix0=None if fve_prefix0 is None else fve_prefix0 - kept.fve_prefix0,
+        note=note,
+    )
+
+
+def attribution_share(core: Core, attribution: Attribution) -> float:
+    """Return the share of a pool's attribution that a core selected from it holds.
+
+    It is 0 for a core without scores, such as a random one.
+    """
+    if not core.scores_C.any():
+        return 0.0
+    scores = dict(zip(attribution.latents_P.tolist(), attribution.scores_P.double().tolist(), strict=True))
+    for latent, score in zip(core.slots_C.tolist(), core.scores_C.tolist(), strict=True):
+        if scores.get(latent) != score:
+            there = f"has the score {scores[latent]}" if latent in scores else "was not scored"
+            raise AttributionError(
+                f"The core was not selected from these scores: its latent {latent} has the score {score} in the core "
+                f"and {there} here. Give the attribution of cycle {core.cycle} of its run."
+            )
+    return float(core.scores_C.sum() / attribution.scores_P.sum(dtype=torch.float64))
+
+
+def require_matched(kept: SAEConfig, unconstrained: SAEConfig) -> None:
+    """Raise unless an SAE may set the price of another: no core, equal width, equal core + prefix-0."""
+    remedy = "Train an unconstrained SAE of the same shape as the one that carries the core."
+    require(unconstrained.core is None, "core", unconstrained.core, "be left out", remedy)
+    for name in ("d_model", "width"):
+        theirs, ours = getattr(unconstrained, name), getattr(kept, name)
+        require(theirs == ours, name, theirs, f"be {ours}", remedy)
+    smallest = kept.prefixes[0]
+    require(unconstrained.prefixes[0] == smallest, "prefixes[0]", unconstrained.prefixes[0], f"be {smallest}", remedy)
+
+
+def _obstacle(kept: Point, unconstrained: Sequence[Point]) -> str:
+    """Return why a price cannot be given, or nothing."""
+    if not all(map(math.isfinite, kept)):
+        return "The figures of the SAE that carries the core are not finite: it collapsed."
+    if not unconstrained:
+        return "There is no unconstrained SAE to compare with. Train some without a core, at an L0 on either side."
+    low, high = (extreme(point.l0 for point in unconstrained) for extreme in (min, max))
+    if low <= kept.l0 <= high:
+        return ""
+    return (
+        f"L0 {kept.l0:.1f} lies outside {low:.1f} … {high:.1f}, that of the unconstrained SAEs. Train one at "
+        f"{'a lower' if kept.l0 < low else 'a higher'} k."
+    )
+
+
+def _interpolated(l0: float, points: Sequence[Point]) -> tuple[float, float]:
+    """Return the FVE and that of prefix-0 on the lines through neighbouring points; equal L0 count as their mean."""
+    l0s = sorted({point.l0 for point in points})
+    means = [np.mean([point[1:] for point in points if point.l0 == one], axis=0) for one in l0s]
+    fve, fve_prefix0 = (float(np.interp(l0, l0s, values)) for values in zip(*means, strict=True))
+    return fve, fve_prefix0
+
+
+def _left_out(n: int, n_all: int) -> str:
+    verb, whose = ("is", "its") if n == 1 else ("are", "their")
+    return f"{n} of {n_all} unconstrained SAEs {verb} left out: {whose} figures are not finite." if n else ""
