@@ -35,7 +35,7 @@ ENTRIES = {
     "train": Entry("train", "Train one SAE of any kind from a store."),
     "distill": Entry("distill", "Distill a core: train, score, select, restart with only the selected encoder rows."),
     "transfer": Entry("transfer", "Train new SAEs from a core, at many sparsities, beside controls and baselines."),
-    "core": Entry("cores", "Look at cores: show, diff, ablate."),
+    "core": Entry("cores", "Look at cores: show, diff, select, survival, ablate."),
     "status": Entry("status", "Say what a run has done and what is next."),
 }
 """Every command. Its module has either `COMMANDS`, functions by name, or `command(recipe)` and `run(command)`."""

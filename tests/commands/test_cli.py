@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 GROUPS = {
     "assets": ("list", "fetch", "verify", "where"),
     "store": ("list", "show", "verify", "import", "remove"),
-    "core": ("show", "diff", "ablate"),
+    "core": ("show", "diff", "select", "survival", "ablate"),
 }
 SINGLE = ("harvest", "train", "distill", "transfer", "status")
 COMMANDS = [[], *([name] for name in (*GROUPS, *SINGLE)), *([name, verb] for name in GROUPS for verb in GROUPS[name])]

@@ -8,6 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dmsae.commands.output import number, out, plain_table
+from dmsae.commands.selection import core_select
+from dmsae.commands.survival import core_survival
 from dmsae.commands.terminal import TERMINAL
 from dmsae.errors import DmsaeError
 
@@ -214,4 +216,10 @@ def _line(example: "Example") -> Text:
     return Text.assemble(f"   {number(example.activation, 1):>7}  {before}", (f"»{token}«", "bold"), after)
 
 
-COMMANDS = {"show": core_show, "diff": core_diff, "ablate": core_ablate}
+COMMANDS = {
+    "show": core_show,
+    "diff": core_diff,
+    "select": core_select,
+    "survival": core_survival,
+    "ablate": core_ablate,
+}

@@ -9,14 +9,17 @@ import tyro
 from dmsae.activations.harvest import Harvest
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.sources import LiveSource
+from dmsae.activations.store import Store
 from dmsae.commands.output import out
 from dmsae.commands.recipes import read_sections, warn_of_train_table
 from dmsae.commands.results import print_length, print_results, require_finished
+from dmsae.commands.survival import print_survivors
 from dmsae.commands.terminal import TERMINAL
 from dmsae.cores.core import Core
 from dmsae.distillation.matching import open_store_of
+from dmsae.distillation.survivors import survivors
 from dmsae.distillation.transfer import TransferConfig, transfer
-from dmsae.errors import ConfigError
+from dmsae.errors import ConfigError, DmsaeError
 
 
 @dataclass(frozen=True)
@@ -64,3 +67,15 @@ def run(command: TransferCommand) -> None:
     out.print(f"SAEs of width {command.config.width:,} from a core of {len(core)} latents, in {command.out}:")
     print_results(results, store)
     require_finished(results)
+    _print_survival(command, core, [result.directory for result in results], store)
+
+
+def _print_survival(command: TransferCommand, core: Core, saes: list[Path], store: Store) -> None:
+    """Print what is left of the core in each SAE, or why that cannot be said."""
+    try:
+        rows = survivors(command.core, core, saes, store, TERMINAL)
+    except DmsaeError as error:
+        TERMINAL.note(f"No survival table: {error}")
+        return
+    out.print()
+    print_survivors(rows)

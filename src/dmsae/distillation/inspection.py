@@ -44,7 +44,7 @@ def core_examples(
 ) -> list[list[Example]]:
     """Return the held-out text that fires the first latents of a core most; needs its run and its store."""
     store = open_store_of(place, core.provenance.store, root)
-    sae = SAE.load(_sae_of(place, core))
+    sae = SAE.load(sae_of(place, core))
     return _examples(sae, core.slots_C[:n_latents].tolist(), store, n_examples)
 
 
@@ -58,7 +58,7 @@ def find_sae(place: Path) -> FoundSAE:
     ours = (place, place / layout.SAE)
     directory = next((one for one in ours if layout.has_artifact(one, layout.SAE)), None)
     if directory is None and has_core(place):
-        directory = _sae_of(place, Core.load(place))
+        directory = sae_of(place, Core.load(place))
     if directory is None:
         return FoundSAE(load_any(place).sae, place, {})
     return FoundSAE(SAE.load(directory), directory, read_made_from(directory))
@@ -126,7 +126,7 @@ def _examples(sae: SAE, latents: list[int], store: Store, n_examples: int) -> li
     return top_examples(sae, latents, store, tokenizer, n_examples)
 
 
-def _sae_of(place: Path, core: Core) -> Path:
+def sae_of(place: Path, core: Core) -> Path:
     """Return the directory of the SAE that a core was selected from: in its run, beside it, or below it."""
     for directory in (
         layout.cycle_directory(place, core.cycle),
