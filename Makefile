@@ -23,10 +23,18 @@ setup: $(READY)  ## a virtual environment with pinned installs
 assets: $(READY)  ## the default model and corpus (138 MB to fetch, once)
 	$(BIN)/dmsae assets fetch
 
-demo: assets  ## from nothing to a distilled core and SAEs trained from it, in minutes
-	$(BIN)/dmsae distill --recipe demo --out $(DEMO)/distill
-	$(BIN)/dmsae transfer --recipe demo --core $(DEMO)/distill --out $(DEMO)/transfer
-	$(BIN)/dmsae core show $(DEMO)/distill --top 8
+demo: assets  ## from nothing to distilled cores, the SAEs trained from them, and their controls, in minutes
+	@echo "\n1. The paper's core: encoder rows are frozen, and the core fires freely."
+	$(BIN)/dmsae distill --recipe demo --out $(DEMO)/paper
+	@echo "\n2. SAEs from it, beside a random core and no core, all at the same measured L0."
+	$(BIN)/dmsae transfer --recipe demo --core $(DEMO)/paper --k 96 --budget total --out $(DEMO)/paper-saes
+	@echo "\n3. A core of detectors from the same cycle 0, of latents that fire on at most a fifth of the tokens."
+	$(BIN)/dmsae distill --recipe demo --core-mode detector --max-rate 0.2 \
+		--cycle0.source $(DEMO)/paper/cycle-0/sae --out $(DEMO)/detectors
+	@echo "\n4. SAEs from it, beside random detectors and no core, all at the same measured L0."
+	$(BIN)/dmsae transfer --recipe demo --core $(DEMO)/detectors --core-modes detector --budget total \
+		--out $(DEMO)/detector-saes
+	$(BIN)/dmsae core show $(DEMO)/detectors --top 12
 
 check: $(READY)  ## lint, format and types
 	$(BIN)/ruff check .
@@ -37,6 +45,7 @@ test: check assets  ## every check and test
 	$(BIN)/python -m pytest
 
 bench: assets  ## measured ratios: tables, and one JSON line each
+	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/harvest.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/attribution.py

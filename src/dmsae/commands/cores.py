@@ -56,10 +56,11 @@ def core_show(
     out.print(f"model  {model.name} {model.revision} at {model.hook}; store {core.provenance.store}")
     out.print("born   " + ", ".join(f"cycle {cycle}: {count}" for cycle, count in core.births().items()))
     shown = _examples(place, core, top, examples, root) if examples else []
+    activity = _activity(place, core)
     for i, (lineage, score) in enumerate(zip(core.lineage[:top], core.scores_C.tolist(), strict=False)):
         out.print(
             f"\n{i + 1}. attribution {score:.3g}, born in cycle {lineage.birth_cycle} as latent "
-            f"{lineage.birth_index}, selected {len(lineage.selected_in)} times"
+            f"{lineage.birth_index}, selected {len(lineage.selected_in)} times{activity[i] if activity else ''}"
         )
         for example in shown[i] if shown else []:
             out.print(_line(example))
@@ -209,6 +210,20 @@ def _examples(place: Path, core: "Core", top: int, n_examples: int, root: Path |
     except DmsaeError as error:
         TERMINAL.note(f"No example texts: {error}")
         return []
+
+
+def _activity(place: Path, core: "Core") -> list[str]:
+    """Return how often and how strongly each latent fires, in words; one that is on most of the time is marked."""
+    from dmsae.distillation.inspection import core_activity
+
+    try:
+        figures = core_activity(place, core)
+    except DmsaeError:
+        return []
+    return [
+        f"; fires on {100 * rate:.1f} % of tokens, mean {mean:.1f}{' (ALWAYS ON)' if rate > 0.5 else ''}"
+        for rate, mean in figures
+    ]
 
 
 def _line(example: "Example") -> Text:

@@ -48,6 +48,21 @@ def core_examples(
     return _examples(sae, core.slots_C[:n_latents].tolist(), store, n_examples)
 
 
+def core_activity(place: Path, core: Core) -> list[tuple[float, float]]:
+    """Return, for each latent of a core, the share of positions on which it fires and its mean activation there.
+
+    They are those of the cycle that selected the core, on its attribution pairs; none when its scores are not there.
+    """
+    here = sae_of(place, core).parent
+    if not layout.has_artifact(here, layout.ATTRIBUTION):
+        return []
+    attribution = Attribution.load(here)
+    if attribution.mean_activations_P is None:
+        return []
+    rates, means = attribution.firing_rates_P[core.slots_C], attribution.mean_activations_P[core.slots_C]
+    return list(zip(rates.tolist(), means.tolist(), strict=True))
+
+
 def has_core(place: Path) -> bool:
     """Return whether there is a core in a directory, or the distilled core of a run."""
     return any(layout.has_artifact(one, layout.CORE) for one in (place, place / layout.DISTILLED))
