@@ -57,7 +57,7 @@ def test_a_bos_token_that_helps_is_warned_of(
     if warned:
         assert "'<s>'" in recorder.warnings[0]
         assert f"would be {5 - gain:.2f} instead of 5.00 nats" in recorder.warnings[0]
-        assert "Set tokens.prepend_bos to true" in recorder.warnings[0]
+        assert "--tokens.prepend-bos True" in recorder.warnings[0]
 
 
 def test_the_decision_is_reported_however_it_was_made(

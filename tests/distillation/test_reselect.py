@@ -51,6 +51,12 @@ def test_other_positions_and_a_cap_on_rates_select_others(run: Path) -> None:
         reselect(run, 0, max_rate=1e-6)
 
 
+def test_the_last_cycle_is_the_default_and_others_must_exist(run: Path) -> None:
+    assert reselect(run).core.cycle == 1
+    with pytest.raises(ConfigError, match="cycle = 3; it must be one that has been scored, from 0 to 1"):
+        reselect(run, 3)
+
+
 def test_what_is_no_distillation_is_refused(run: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a distillation, but a run of kind 'train'"):
+    with pytest.raises(ConfigError, match="holds one cycle of a distillation, and this needs a distillation"):
         reselect(layout.cycle_directory(run, 0), 0)

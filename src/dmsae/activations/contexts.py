@@ -149,12 +149,13 @@ def warn_of_few_documents(config: HarvestConfig, n_documents: dict[Split, int], 
         Split.HELDOUT: ("The held-out text comes", "heldout_tokens"),
     }
     for split, (subject, setting) in names.items():
-        count, wanted = n_documents[split], config.wanted(split)
+        count, wanted, cap = n_documents[split], config.wanted(split), config.max_contexts_per_document
+        fewer_each = f"lower max_contexts_per_document ({cap}), " if cap > 1 else ""
         if wanted and count < _FEW_DOCUMENTS:
             progress.warn(
                 f"{subject} from {count} document{'' if count == 1 else 's'}, so what is measured there describes "
-                f"these few texts. To take {_FEW_DOCUMENTS} or more, raise {setting} ({wanted:,}), lower "
-                f"max_contexts_per_document ({config.max_contexts_per_document}), or give text in shorter documents."
+                f"these few texts. To take {_FEW_DOCUMENTS} or more, raise {setting} ({wanted:,}), "
+                f"{fewer_each}or give text in shorter documents."
             )
 
 

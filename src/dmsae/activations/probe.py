@@ -56,7 +56,7 @@ def report(model: BaseModel, contexts: Contexts, config: TokenConfig, progress: 
         progress.warn(
             f"With the BOS token {model.tokenizer.bos_token!r} before each context, the mean next-token loss would be "
             f"{measured.loss_with_bos:.2f} instead of {measured.loss:.2f} nats: this model expects it. Set "
-            "tokens.prepend_bos to true."
+            "tokens.prepend_bos (--tokens.prepend-bos True)."
         )
 
 

@@ -172,6 +172,11 @@ class Store:
         skips = isinstance(self.request, HarvestRequest) and self.request.skip_boundary_targets
         return counted_losses(skips, mask, Contexts.stored(self.tokens(split)))
 
+    def first_token(self) -> int | None:
+        """Return the token that every context starts with, such as a BOS token; None when they differ."""
+        first = torch.cat([self.tokens(split)["tokens"][:, 0] for split in Split]).unique()
+        return int(first) if len(first) == 1 else None
+
     def heldout(self) -> Tensor:
         """Return all held-out activations [n, D] at once, in float32."""
         parts = [batch["x"] for batch in self.batches(Split.HELDOUT, 65_536)]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # `--help` does not wait for torch
 
 def core_select(
     run: Annotated[Path, tyro.conf.Positional],
-    cycle: int = 0,
+    cycle: int | None = None,
     coverage: float | None = None,
     over: Literal["all", "active"] | None = None,
     max_rate: float | None = None,
@@ -24,7 +24,7 @@ def core_select(
 
     Args:
         run: Directory of a distillation.
-        cycle: Which cycle's scores.
+        cycle: Which cycle's scores. Default: the last one's.
         coverage: Share τ of the attribution that the core has to hold. Default: as in the run.
         over: Take the quantile over all positions, or over those where a latent fires. Default: as in the run.
         max_rate: Keep latents out that fire on a larger share of positions. Default: as in the run.

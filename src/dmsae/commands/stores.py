@@ -125,6 +125,9 @@ def show_store(store: "Store") -> None:
         if model.name in ASSETS:
             out.print(f"       {ASSETS[model.name].about}")
         out.print(f"text   {request.source}, contexts of {request.tokens.context_length}, seed {request.seed}")
+        first = store.first_token()
+        start = "with different tokens: no BOS" if first is None else f"with token {first}, as with a BOS"
+        out.print(f"       contexts start {start}")
     else:
         out.print(f"name   {model.name}, imported from {request.source}, seed {request.seed}")
     table = plain_table("split", "documents", "rows", "shards", "dtype", "mean ‖x‖", "max ‖x‖", "dropped")

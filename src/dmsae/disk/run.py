@@ -110,6 +110,14 @@ def read_settings(directory: Path) -> Json:
     return settings
 
 
+def require_distillation(run: Path) -> Json:
+    """Return the settings of a distillation, or raise when a directory holds something else."""
+    settings = read_settings(run)
+    if settings.get("kind") != "distill":
+        raise ConfigError(f"{run} holds {_kind(settings)}, and this needs a distillation.")
+    return settings
+
+
 def differences(old: Any, new: Any, name: str = "") -> list[str]:
     """Return one line per setting that differs."""
     if isinstance(old, dict) and isinstance(new, dict):

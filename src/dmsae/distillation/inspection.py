@@ -12,7 +12,7 @@ from dmsae.cores.compare import Agreement, agreement
 from dmsae.cores.core import Core
 from dmsae.disk import layout
 from dmsae.disk.files import write_json
-from dmsae.disk.run import claimed, read_settings
+from dmsae.disk.run import claimed, require_distillation
 from dmsae.distillation.matching import open_store_of
 from dmsae.distillation.status import n_cycles
 from dmsae.errors import CheckpointError, ConfigError
@@ -103,10 +103,8 @@ def ablate_cycle(
     progress: Progress = SILENT,
 ) -> AblatedCycle:
     """Measure the latents of one cycle (by default the last) by ablation, and keep the result beside its scores."""
-    settings = read_settings(run)
-    if settings.get("kind") != "distill":
-        raise ConfigError(f"{run} is not a distillation, but a run of kind {settings.get('kind')!r}.")
-    cycle = _last_scored(run, n_cycles(run, settings)) if cycle is None else cycle
+    settings = require_distillation(run)
+    cycle = last_scored(run, n_cycles(run, settings)) if cycle is None else cycle
     coverage = settings["distill"]["coverage"]
     here = layout.cycle_directory(run, cycle)
     with claimed(run, settings):
@@ -122,7 +120,7 @@ def ablate_cycle(
     return AblatedCycle(cycle, coverage, measured, agreed)
 
 
-def _last_scored(run: Path, cycles: int) -> int:
+def last_scored(run: Path, cycles: int) -> int:
     """Return the last cycle that has been scored: not the last of all when a run failed or is not finished."""
     scored = (
         layout.has_artifact(layout.cycle_directory(run, cycle), layout.ATTRIBUTION) for cycle in range(cycles + 1)

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from dmsae.config import Json
+from dmsae.config import Json, require
 from dmsae.cores.attribution import Attribution, QuantileOver
 from dmsae.cores.core import Core, Provenance
 from dmsae.cores.selection import SelectionReport, next_core, report_selection
 from dmsae.disk import layout
-from dmsae.disk.run import read_settings
-from dmsae.errors import ConfigError
+from dmsae.disk.run import require_distillation
+from dmsae.distillation.inspection import last_scored
+from dmsae.distillation.status import n_cycles
 from dmsae.sae.sae import SAE
 
 
@@ -22,18 +23,19 @@ class Selection(NamedTuple):
 
 def reselect(
     run: Path,
-    cycle: int,
+    cycle: int | None = None,
     coverage: float | None = None,
     over: QuantileOver | None = None,
     max_rate: float | None = None,
 ) -> Selection:
-    """Return the core of one cycle at another coverage, over other positions, or with a cap on firing rates.
+    """Return the core of a cycle (by default the last) at another coverage, over other positions, or with a rate cap.
 
     What is left out is as it was in the run. The core carries its lineage, like the run's own.
     """
-    settings = read_settings(run)
-    if settings.get("kind") != "distill":
-        raise ConfigError(f"{run} is not a distillation, but a run of kind {settings.get('kind')!r}.")
+    settings = require_distillation(run)
+    last = last_scored(run, n_cycles(run, settings))
+    cycle = last if cycle is None else cycle
+    require(0 <= cycle <= last, "cycle", cycle, f"be one that has been scored, from 0 to {last}")
     here = layout.cycle_directory(run, cycle)
     attribution, sae = Attribution.load(here), SAE.load(here / layout.SAE)
     attribution = attribution.over(over) if over else attribution

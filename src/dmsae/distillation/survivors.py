@@ -31,12 +31,15 @@ def survivors(
 
     `place` is where the core is: its run, or a directory beside the SAE that it was selected from.
     """
+    if not saes:
+        raise ConfigError("No SAEs were given: name the directories of those that carry the core.")
     origin = SAE.load(sae_of(place, core))
     kept: list[Survivor] = []
     others: dict[tuple[object, ...], list[tuple[str, SAE]]] = {}
     for path in saes:
         sae = SAE.load(path)
         if not sae.config.core:
+            progress.note(f"{path.name} carries no core and is left out.")
             continue
         if torch.equal(sae.W_enc_core, core.encoder_CD):
             summary = survival(core, origin, sae, store, progress=progress).summary()

@@ -140,7 +140,9 @@ def _required(store: Store | None) -> Store:
 def _k_noncore(config: TransferConfig, k: int, core: Core, detector_l0: float | None) -> int:
     """Return how many non-core latents BatchTopK keeps beside a core."""
     if detector_l0 is None:
-        return k_noncore(k, config.width, len(core))
+        kept, most = k_noncore(k, config.width, len(core)), config.width - len(core)
+        require(kept <= most, "k", k, f"leave at most the {most} non-core latents to BatchTopK, and this is {kept}")
+        return kept
     left = round(k - detector_l0)
     remedy = "Ask for a larger k, or select the core with a cap on firing rates (max_rate)."
     must = f"exceed the {detector_l0:.1f} detectors that fire on the average token by at least 1"
