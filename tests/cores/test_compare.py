@@ -14,8 +14,8 @@ from dmsae.cores.compare import (
     n_identical_rows,
     nearest_in,
     require_comparable,
-    spearman,
 )
+from dmsae.cores.ranking import spearman
 from dmsae.errors import AttributionError, ConfigError
 from planted import MODEL
 from three_cycles import D_MODEL, run_cycles, three_cycles

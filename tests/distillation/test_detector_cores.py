@@ -12,7 +12,7 @@ from dmsae.cores.core import Core
 from dmsae.disk import layout
 from dmsae.distillation.distill import DistillConfig, distill
 from dmsae.distillation.transfer import Budget, TransferConfig, sae_specs, transfer
-from dmsae.errors import ConfigError
+from dmsae.errors import ConfigError, TrainingError
 from dmsae.sae.config import CoreMode, DetectorCore
 from dmsae.sae.detectors import detect
 from dmsae.sae.sae import SAE
@@ -105,6 +105,27 @@ def test_frequent_latents_can_be_kept_out_of_every_core(planted: Planted, tmp_pa
     for core in done.cores:
         assert core.detectors is not None
         assert (detect(x, core.encoder_CD, core.detectors) > 0).float().mean(0).max() < 0.3  # 0.2 and sampling error
+
+
+def test_a_dense_distillation_remembers_the_detectors_of_each_latent_s_birth(planted: Planted, tmp_path: Path) -> None:
+    """In a dense core the bias is learned anew in every cycle, and the threshold is 0: neither says what it detects."""
+    done = distill(replace(CONFIG, core_mode=CoreMode.DENSE), planted.store, tmp_path / "run")
+    born: dict[tuple[int, int], tuple[float, ...]] = {}
+    for core in done.cores:
+        assert core.detectors is not None
+        for place, identity in enumerate(core.identities):
+            values = tuple(float(values_C[place]) for values_C in core.detectors)
+            assert born.setdefault(identity, values) == values
+    assert done.distilled.detectors is not None
+    assert (done.distilled.detectors.thresholds_C > 0).all()
+
+
+def test_a_cycle_from_which_nothing_can_be_selected_ends_the_run_with_a_summary(
+    planted: Planted, tmp_path: Path
+) -> None:
+    with pytest.raises(TrainingError, match="cannot be selected from"):
+        distill(replace(CONFIG, max_rate=1e-6), planted.store, tmp_path / "run")
+    assert "failure" in (tmp_path / "run" / layout.SUMMARY).read_text()
 
 
 def test_a_sparse_core_may_be_distilled_too(planted: Planted, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_detectors_survive_to_the_bit_and_random_cores_are_compared_with_themselves(tmp_path: Path) -> None:
     store = planted_store(tmp_path / "store").store
     train = TrainConfig(tokens=60 * 128, batch_size=128, lr=3e-3, device="cpu")
-    config = DistillConfig(width=64, k=4, nesting=(16, 64), cycles=1, train=train)
+    config = DistillConfig(width=64, k=4, nesting=(16, 64), cycles=1, core_mode=CoreMode.DETECTOR, train=train)
     core = distill(config, store, tmp_path / "run").distilled
     modes = (CoreMode.DENSE, CoreMode.DETECTOR)
     everything = TransferConfig(

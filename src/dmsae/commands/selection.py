@@ -7,6 +7,7 @@ import tyro
 
 from dmsae.commands.output import number, out, plain_table
 from dmsae.commands.terminal import TERMINAL
+from dmsae.errors import ConfigError
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from dmsae.cores.selection import SelectionReport
@@ -36,17 +37,23 @@ def core_select(
     selection = reselect(run, cycle, coverage, QuantileOver(over) if over else None, max_rate)
     show_selection(selection.report)
     if save_to is not None:
+        if save_to.exists() and (not save_to.is_dir() or any(save_to.iterdir())):
+            raise ConfigError(f"save_to = {save_to}; it must be a new or empty directory. Nothing has been changed.")
         selection.core.save(save_to)
-        out.print(f"The core is in {save_to}. Train SAEs from it: dmsae transfer --core {save_to} --out …")
+        command = f"dmsae transfer --core {save_to} --root {selection.root} --out …"
+        out.print(f"The core is in {save_to}. Train SAEs from it: {command}")
 
 
 def show_selection(report: "SelectionReport") -> None:
     """Print what a selection did to the pool, and warn when it hardly selects or the core is nearly always on."""
-    table = plain_table("pool", "core", "share", "median rate", "rank correlation of score and rate", "stability")
+    table = plain_table(
+        "pool", "core", "share", "attribution", "median rate", "rank correlation of score and rate", "stability"
+    )
     table.add_row(
         str(report.n_pool),
         str(report.n_selected),
         f"{100 * report.share_selected:.0f} %",
+        f"{100 * report.attribution_held:.0f} %",
         number(report.median_rate),
         number(report.score_rate_correlation, 2),
         number(report.stability, 2),

@@ -159,22 +159,23 @@ def attribute(sae: SAE, store: Store, config: AttributionConfig | None = None) -
     directions_PD = torch.nn.functional.normalize(sae.W_dec[:n_pool], dim=1)
     largest = LargestValues(n_pool, config.quantile, n_positions, sae.W_dec, keeps_owners=True)
     firing: _Firing | None = None
+    resamples_active = config.quantile_over is QuantileOver.ACTIVE and config.n_bootstrap > 0
     codes = CandidateCodes(sae)
     for batch in store.batches(Split.PAIRS, config.batch_size):
         x_BD, g_BD = batch["x"].to(sae.W_dec), batch["g"].to(sae.W_dec)
         if not (torch.isfinite(x_BD).all() and torch.isfinite(g_BD).all()):
             raise AttributionError(f"The store {store.key} holds (x, g) pairs that are not finite. Harvest it again.")
         f_PB = codes(x_BD)
-        firing = firing or _Firing(n_pool, _n_contexts(store, batch), sae.W_dec.device)
+        firing = firing or _Firing(n_pool, _n_contexts(store, batch), sae.W_dec.device, resamples_active)
         contexts_B = firing.add(f_PB, batch.get("context"))
         largest.add(f_PB.mul_(directions_PD @ g_BD.T).abs_(), contexts_B)
     assert firing is not None, "the store holds pairs"
-    n_fired_P, n_positions_N = firing.n_fired_PN.sum(1), firing.n_positions_N
+    n_fired_P = firing.n_fired_P
     scores = {
         QuantileOver.ALL: largest.quantiles(torch.full_like(n_fired_P, n_positions)).cpu(),
         QuantileOver.ACTIVE: largest.quantiles(n_fired_P).cpu(),
     }
-    samples_PN = n_positions_N[None] if config.quantile_over is QuantileOver.ALL else firing.n_fired_PN
+    samples_PN = firing.n_positions_N[None] if firing.n_fired_PN is None else firing.n_fired_PN
     return Attribution(
         latents_P=torch.arange(n_pool),
         scores_P=scores[config.quantile_over].clone(),  # a tensor of its own, so that all of them can be saved
@@ -189,10 +190,11 @@ def attribute(sae: SAE, store: Store, config: AttributionConfig | None = None) -
 
 
 class _Firing:
-    """How often each candidate fires in each context, and how strongly."""
+    """How often each candidate fires, in each context if asked for, and how strongly."""
 
-    def __init__(self, n_pool: int, n_contexts: int, device: torch.device) -> None:
-        self.n_fired_PN = torch.zeros(n_pool, n_contexts, dtype=torch.int64, device=device)
+    def __init__(self, n_pool: int, n_contexts: int, device: torch.device, by_context: bool) -> None:
+        self.n_fired_P = torch.zeros(n_pool, dtype=torch.int64, device=device)
+        self.n_fired_PN = torch.zeros(n_pool, n_contexts, dtype=torch.int32, device=device) if by_context else None
         self.n_positions_N = torch.zeros(n_contexts, dtype=torch.int64, device=device)
         self.sum_P = torch.zeros(n_pool, dtype=torch.float64, device=device)
         self._n_seen = 0
@@ -203,7 +205,10 @@ class _Firing:
             contexts_B = torch.arange(self._n_seen, self._n_seen + f_PB.shape[1])
         self._n_seen += f_PB.shape[1]
         contexts_B = contexts_B.to(f_PB.device, torch.int64)
-        self.n_fired_PN.index_add_(1, contexts_B, (f_PB > 0).to(torch.int64))
+        fires_PB = f_PB > 0
+        self.n_fired_P += fires_PB.sum(1)
+        if self.n_fired_PN is not None:
+            self.n_fired_PN.index_add_(1, contexts_B, fires_PB.to(torch.int32))
         self.n_positions_N.index_add_(0, contexts_B, torch.ones_like(contexts_B))
         self.sum_P += f_PB.sum(1, dtype=torch.float64)
         return contexts_B

@@ -15,14 +15,15 @@ def bootstrap_scores(largest: LargestValues, n_samples_PN: Tensor, n_replicates:
     """Return each latent's score in each of X resamples of the contexts, [X, P].
 
     `n_samples_PN` says how many samples of each latent a context has: all of its positions, or those where the latent
-    fires. It may have one row for all latents.
+    fires. It may have one row for all latents. A resample that reaches deeper than the values that were kept counts as
+    0: an interval may be too wide, never too narrow.
     """
     n_contexts = n_samples_PN.shape[1]
     drawn = torch.randint(n_contexts, (n_replicates, n_contexts), generator=generator(seed, "bootstrap"))
     scores = []
     for contexts in drawn.to(n_samples_PN.device):
         weights_N = torch.bincount(contexts, minlength=n_contexts)
-        scores.append(_weighted_quantile(largest, weights_N, n_samples_PN @ weights_N))
+        scores.append(_weighted_quantile(largest, weights_N, n_samples_PN.double() @ weights_N.double()))
     return torch.stack(scores).float().cpu()
 
 
@@ -36,7 +37,9 @@ def _weighted_quantile(largest: LargestValues, weights_N: Tensor, n_samples_P: T
 
     def at(index_from_below: Tensor) -> Tensor:
         from_above = (n - 1 - index_from_below).clamp(min=0).to(up_to)
-        place = torch.searchsorted(up_to, from_above[:, None], right=True).clamp(max=values.shape[1] - 1)
-        return values.gather(1, place).squeeze(1).double().where(n > 0, 0.0)
+        place = torch.searchsorted(up_to, from_above[:, None], right=True)
+        kept = place < values.shape[1]
+        value = values.gather(1, place.where(kept, 0)).double().where(kept, 0.0).squeeze(1)
+        return value.where(n > 0, 0.0)
 
     return torch.lerp(at(low), at(low + 1), rank - low)

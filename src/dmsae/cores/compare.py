@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dmsae.cores.attribution import Attribution
 from dmsae.cores.core import Core
+from dmsae.cores.ranking import spearman
 from dmsae.cores.selection import select_core
 from dmsae.errors import AttributionError, ConfigError
 
@@ -90,12 +91,3 @@ def agreement(first: Attribution, second: Attribution, coverage: float) -> Agree
     one, other = (set(select_core(values, coverage).tolist()) for values in scores)
     both = len(one & other)
     return Agreement(len(shared), spearman(*scores), len(one), len(other), both, both / len(one | other))
-
-
-def spearman(first: Tensor, second: Tensor) -> float | None:
-    """Return the rank correlation of two vectors, equal values sharing their mean rank; None if one is constant."""
-    from scipy.stats import spearmanr
-
-    if any(len(values.unique()) < 2 for values in (first, second)):
-        return None
-    return float(spearmanr(first.numpy(), second.numpy()).statistic)

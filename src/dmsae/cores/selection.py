@@ -67,6 +67,8 @@ def next_core(
 ) -> Core:
     """Return the core selected after a cycle, from candidates that fire on at most `max_rate` of the positions.
 
+    The coverage is that of the candidates which may be selected.
+
     `previous` is the core that the cycle's SAE was trained with: its latents keep their lineage and rows. The others,
     and all of them when there is none, are born now.
     """
@@ -88,8 +90,22 @@ def next_core(
         lineage=tuple(_lineage(previous, slot, cycle) for slot in slots.tolist()),
         cycle=cycle,
         provenance=provenance,
-        detectors=detectors_of(sae, slots),
+        detectors=_detectors_at_birth(previous, sae, slots),
     )
+
+
+def _detectors_at_birth(previous: Core | None, sae: SAE, slots: Tensor) -> Detectors:
+    """Return offsets and thresholds from the SAE in which each latent was first selected; for the newborn, this one.
+
+    A dense core's bias is learned anew in every cycle and its threshold is 0: they say nothing about the feature.
+    """
+    now = detectors_of(sae, slots)
+    if previous is None or previous.detectors is None:
+        return now
+    kept = slots < len(previous)
+    for values_C, before_C in zip(now, previous.detectors, strict=True):
+        values_C[kept] = before_C[slots[kept]]
+    return now
 
 
 def detectors_of(sae: SAE, latents: Tensor) -> Detectors:
@@ -141,6 +157,8 @@ class SelectionReport(NamedTuple):
     n_selected: int
     share_selected: float
     """Selected candidates as a share of the pool; close to 1, selection hardly selects."""
+    attribution_held: float
+    """Share of the attribution of the whole pool that the selected hold: less than the coverage under a `max_rate`."""
     score_rate_correlation: float | None
     """Rank correlation of score and firing rate over the pool; None when one of them is constant."""
     median_rate: float
@@ -169,6 +187,7 @@ def report_selection(attribution: Attribution, coverage: float, max_rate: float 
         n_pool=n_pool,
         n_selected=len(chosen),
         share_selected=len(chosen) / n_pool,
+        attribution_held=float(attribution.scores_P[chosen].sum() / attribution.scores_P.sum()),
         score_rate_correlation=spearman(attribution.scores_P, attribution.firing_rates_P),
         median_rate=float(attribution.firing_rates_P[chosen].median()),
         stability=None if stability is None else float(stability[chosen].mean()),

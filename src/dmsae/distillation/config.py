@@ -49,7 +49,7 @@ class DistillConfig:
     cycles: int = 4
     """Train-and-select cycles T after cycle 0. More of them continue a run that has ended."""
     coverage: float = 0.9
-    """Share τ of the attribution that a core has to hold."""
+    """Share τ of the attribution that a core has to hold; under a `max_rate`, of what the eligible latents have."""
     core_mode: CoreMode = CoreMode.DENSE
     """What of a core each cycle freezes, and how it competes: dense as in the paper, sparse, or detector."""
     max_rate: float | None = None

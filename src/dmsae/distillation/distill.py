@@ -94,10 +94,10 @@ def distill(
                 previous = cores[-1] if cores else None
                 sae = _train(config, store, source, here, cycle, previous, progress)
                 attribution = _score(config, store, here, sae, cycle)
+                cores.append(_select(config, store, here, sae, attribution, previous))
             except CycleFailed as error:
                 failure = error
                 break
-            cores.append(_select(config, store, here, sae, attribution, previous))
             heldout = kept_fidelity(here / layout.SAE, store, training_device(config.train.device))
             reports.append(report(here, cores, sae, attribution, heldout))
             on_cycle(reports[-1])
@@ -184,6 +184,9 @@ def _select(
         return Core.load(here)
     cycle = previous.cycle + 1 if previous else 0
     provenance = Provenance.of(store, config.result_settings())
-    core = next_core(previous, sae, attribution, cycle, config.coverage, provenance, config.max_rate)
+    try:
+        core = next_core(previous, sae, attribution, cycle, config.coverage, provenance, config.max_rate)
+    except AttributionError as error:
+        raise CycleFailed(cycle, f"cannot be selected from: {error}", "Change it in a new directory.") from error
     core.save(here)
     return core

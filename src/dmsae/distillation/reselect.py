@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from dmsae.config import Json, require
+from dmsae.activations.identity import ModelIdentity
+from dmsae.config import Json, from_dict, require
 from dmsae.cores.attribution import Attribution, QuantileOver
 from dmsae.cores.core import Core, Provenance
 from dmsae.cores.selection import SelectionReport, next_core, report_selection
@@ -19,6 +20,8 @@ class Selection(NamedTuple):
 
     core: Core
     report: SelectionReport
+    root: Path
+    """Where the run's store is."""
 
 
 def reselect(
@@ -43,7 +46,7 @@ def reselect(
     max_rate = settings["distill"].get("max_rate") if max_rate is None else max_rate
     previous = Core.load(layout.cycle_directory(run, cycle - 1)) if cycle else None
     chosen: Json = {"cycle": cycle, "coverage": coverage, "over": over, "max_rate": max_rate}
-    made_by = Core.load(here).provenance
-    provenance = Provenance(made_by.model, made_by.store, {**made_by.config, "reselected": chosen})
+    model = from_dict(ModelIdentity, settings["model"])
+    provenance = Provenance(model, settings["store"], {**settings["distill"], "reselected": chosen})
     core = next_core(previous, sae, attribution, cycle, coverage, provenance, max_rate)
-    return Selection(core, report_selection(attribution, coverage, max_rate))
+    return Selection(core, report_selection(attribution, coverage, max_rate), Path(settings["root"]))
