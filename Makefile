@@ -3,13 +3,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
+SAEBENCH ?= .venv-saebench
 DEMO   := runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup assets demo test check bench bench-peers clean
+.PHONY: help setup assets demo test check bench bench-peers saebench-env test-saebench clean
 
 help:  ## say what can be made
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -62,5 +63,20 @@ $(PEERS)/.ready: constraints.txt
 bench-peers: $(PEERS)/.ready  ## the training step beside dictionary_learning and SAELens
 	$(PEERS)/bin/python benchmarks/peers.py
 
-clean:  ## remove the virtual environment and caches (never stores or runs)
-	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+$(SAEBENCH)/.ready: constraints-saebench.txt
+	$(PYTHON) -m venv $(SAEBENCH)
+	$(SAEBENCH)/bin/python -m pip install --quiet -c $< torch==2.13.0
+	$(SAEBENCH)/bin/python -m pip install --quiet -c $< torch==2.13.0 sae-lens transformer-lens datasets numpy pandas \
+		pyarrow scikit-learn seaborn tabulate collectibles openai zstandard hf-transfer gguf accelerate xgboost-cpu \
+		tyro pytest hypothesis
+	$(SAEBENCH)/bin/python -m pip install --quiet --no-deps -c $< sae-bench sae-probes
+	$(SAEBENCH)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+saebench-env: $(SAEBENCH)/.ready  ## the environment of SAEBench, which conflicts with ours (2 GB, some minutes)
+
+test-saebench: $(SAEBENCH)/.ready assets  ## agreement with the real SAEBench package
+	$(SAEBENCH)/bin/python -m pytest tests/saebench -W ignore
+
+clean:  ## remove the virtual environments and caches (never stores or runs)
+	rm -rf $(VENV) $(PEERS) $(SAEBENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis
