@@ -63,6 +63,10 @@ class AttributionError(DmsaeError):
     """No core can be selected: the attribution scores are all zero, not finite, or not of the latents asked for."""
 
 
+class BenchmarkError(DmsaeError):
+    """A benchmark of another package cannot be run, or did not end as it should."""
+
+
 class CheckpointError(DmsaeError):
     """A checkpoint or saved SAE is damaged, or belongs to another configuration."""
 
