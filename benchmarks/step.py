@@ -6,8 +6,9 @@ The product allocates its result, as written; a second ratio is to the same prod
 
 Data: sums of 4096 fixed random directions, direction i present with probability ∝ i^-0.8 (60 per token on average, at
 most 0.8), with uniform strengths and a little noise, divided by their root mean square norm. Weights are random, so
-latents fire unevenly. Dead latents have a lower bias: they lose to the others but still have something to rebuild. Five
-prefixes, prefix sum, gradient clip 1.
+latents fire unevenly. Dead latents have a lower bias: they lose to the others but still have something to rebuild. A
+core of detectors has the rows of the dense core beside it, and each fires on a fifth of the tokens. Five prefixes,
+prefix sum, gradient clip 1.
 
     python benchmarks/step.py [--turns 15] [--patience 120]
 """
@@ -27,7 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dmsae.sae.config import DenseCore, SAEConfig, core_first, matryoshka_nesting
+from dmsae.sae.config import CoreMode, SAEConfig, core_first, matryoshka_nesting
+from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import Objective, backward_
 from dmsae.sae.optimiser import adam, step_
 from dmsae.sae.sae import SAE
@@ -35,6 +37,7 @@ from dmsae.sae.sae import SAE
 D_MODEL, BATCH, N_BATCHES = 576, 2048, 4
 TARGETS = {(16384, 40): 1.5, (16384, 320): 2.5, (4096, 32): 1.3}
 GROWTH = (4096, 8192, 16384, 32768, 65536)
+DETECTOR_RATE = 0.2
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Cell:
     width: int
     k: int
     n_core: int = 0
+    core_mode: CoreMode = CoreMode.DENSE
     dead_share: float = 0.0
     d_model: int = D_MODEL
 
@@ -52,6 +56,11 @@ class Cell:
         """The ratio to reach, where one was set."""
         target = TARGETS.get((self.width, self.k))
         return target if target is None or not (self.n_core or self.dead_share) else 1.25 * target
+
+    @property
+    def core(self) -> str:
+        """The core as the table shows it."""
+        return f"{self.n_core} {self.core_mode}" if self.n_core else "-"
 
 
 @dataclass
@@ -81,14 +90,20 @@ def make_batches(d_model: int, generator: torch.Generator) -> list[Tensor]:
     return [batch / scale for batch in batches]
 
 
+def make_detectors(rows_CD: Tensor, batches: list[Tensor]) -> Detectors:
+    """Return offsets and thresholds with which each row fires on the same share of the tokens."""
+    thresholds_C = (batches[0] @ rows_CD.T).quantile(1 - DETECTOR_RATE, dim=0)
+    return Detectors(torch.zeros_like(thresholds_C), thresholds_C)
+
+
 def make_step(cell: Cell, batches: list[Tensor]) -> tuple[Callable[[], None], SAE]:
     """Return a function that takes the next training step, and the SAE that it trains."""
     generator = torch.Generator().manual_seed(1)
     prefixes = core_first(matryoshka_nesting(cell.width), cell.n_core)
-    core = DenseCore(cell.n_core, k_noncore=cell.k) if cell.n_core else None
+    core = cell.core_mode.core(cell.n_core, k_noncore=cell.k) if cell.n_core else None
     config = SAEConfig(cell.d_model, cell.width, cell.k, prefixes, core)
     core_rows = torch.nn.functional.normalize(torch.randn(cell.n_core, cell.d_model, generator=generator))
-    sae = SAE.init(config, generator, core_rows)
+    sae = SAE.init(config, generator, core_rows, make_detectors(core_rows, batches) if config.n_detectors else None)
     dead = torch.rand(cell.width, generator=generator) < cell.dead_share if cell.dead_share else None
     if dead is not None:
         sae.b_enc.data[dead] = -0.05
@@ -193,18 +208,19 @@ def main() -> None:
         print(json.dumps(paper_scale()))
         return
     batches = make_batches(D_MODEL, torch.Generator().manual_seed(0))
-    kinds: list[dict[str, float]] = [{}, {"n_core": 200}, {"dead_share": 0.05}]
-    cells = [Cell(width, k, **kind) for kind in kinds for width, k in TARGETS]  # type: ignore[arg-type]
+    dense, detector = CoreMode.DENSE, CoreMode.DETECTOR
+    kinds = [(0, dense, 0.0), (200, dense, 0.0), (200, detector, 0.0), (0, dense, 0.05)]
+    cells = [Cell(width, k, *kind) for kind in kinds for width, k in TARGETS]
     cells += [Cell(width, 40) for width in GROWTH if width != 16384]
     print(
-        f"{'K':>6} {'k':>4} {'core':>5} {'dead':>5} {'step ms':>9} {'product':>9} {'ratio':>6} {'target':>7} buffered"
+        f"{'K':>6} {'k':>4} {'core':>12} {'dead':>5} {'step ms':>9} {'product':>9} {'ratio':>6} {'target':>7} buffered"
     )
     rows = []
     for cell in cells:
         measured = measure(cell, batches, arguments.turns, arguments.patience)
         target = f"{cell.target:.2f}" if cell.target else "-"
         print(
-            f"{cell.width:6} {cell.k:4} {cell.n_core:5} {cell.dead_share:5.0%} {measured.step_ms:9.1f} "
+            f"{cell.width:6} {cell.k:4} {cell.core:>12} {cell.dead_share:5.0%} {measured.step_ms:9.1f} "
             f"{measured.product_ms:9.1f} {measured.ratio:6.2f} {target:>7} {measured.ratio_to_buffered:8.2f}  "
             f"({measured.n_turns} turns, {measured.n_disturbed} disturbed)",
             flush=True,
