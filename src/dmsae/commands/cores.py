@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.table import Table
-from rich.text import Text
 
+from dmsae.commands.latents import core_show
 from dmsae.commands.output import number, out, plain_table
 from dmsae.commands.selection import core_select
 from dmsae.commands.survival import core_survival
@@ -18,85 +18,8 @@ if TYPE_CHECKING:  # the commands import what they need: `--help` does not wait 
 
     from dmsae.cores.compare import Nearest
     from dmsae.cores.core import Core
-    from dmsae.evaluation.examples import Example
 
 Place = Annotated[Path, tyro.conf.Positional]
-
-
-def core_show(
-    place: Place,
-    top: int = 12,
-    examples: int = 2,
-    latents: tuple[int, ...] = (),
-    store: str = "",
-    root: Path | None = None,
-) -> None:
-    """Show a core: its latents by attribution, where they came from, and the text that fires them most.
-
-    Of a directory that holds an SAE and no core, or with --latents, shows latents of the SAE.
-
-    Args:
-        place: A distillation run, a directory with a core in it, or a directory with an SAE in it.
-        top: How many latents to show.
-        examples: Texts per latent; needs the store.
-        latents: Show these latents of the SAE, by index. Of a distillation: of the SAE that its core was selected from.
-        store: Key of the store with the text. Default: the one that the SAE was made from.
-        root: Directory of stores. Default: the one that the run used.
-    """
-    from dmsae.distillation.inspection import has_core
-
-    if latents or not has_core(place):
-        _show_sae(place, latents, top, examples, store, root)
-        return
-    from dmsae.cores.core import Core
-
-    core = Core.load(place)
-    model = core.provenance.model
-    out.print(f"Core of {len(core)} latents, selected after cycle {core.cycle}", style="bold")
-    out.print(f"model  {model.name} {model.revision} at {model.hook}; store {core.provenance.store}")
-    out.print("born   " + ", ".join(f"cycle {cycle}: {count}" for cycle, count in core.births().items()))
-    shown = _examples(place, core, top, examples, root) if examples else []
-    activity = _activity(place, core)
-    for i, (lineage, score) in enumerate(zip(core.lineage[:top], core.scores_C.tolist(), strict=False)):
-        out.print(
-            f"\n{i + 1}. attribution {score:.3g}, born in cycle {lineage.birth_cycle} as latent "
-            f"{lineage.birth_index}, selected {len(lineage.selected_in)} times{activity[i] if activity else ''}"
-        )
-        for example in shown[i] if shown else []:
-            out.print(_line(example))
-
-
-def _show_sae(place: Path, latents: tuple[int, ...], top: int, n_examples: int, store: str, root: Path | None) -> None:
-    """Print what an SAE is, and the text that fires some of its latents: those given, or the first."""
-    from dmsae.distillation.inspection import find_sae, latent_examples, require_latents_of
-
-    one = find_sae(place)
-    config = one.sae.config
-    chosen = list(latents) or list(range(min(top, config.width)))
-    require_latents_of(one.sae, chosen)
-    out.print(f"SAE of {config.width:,} latents, k = {config.k}, in {one.directory}", style="bold")
-    out.print(f"core   {config.n_core or 'none'}; prefixes {', '.join(map(str, config.prefixes))}")
-    if model := one.made_from.get("model"):
-        out.print(f"model  {model['name']} {model['revision']} at {model['hook']}")
-    shown: list[list[Example]] = []
-    try:
-        shown = latent_examples(one, chosen, n_examples, store, root) if n_examples else []
-    except DmsaeError as error:
-        if store:  # asked for by name
-            raise
-        TERMINAL.note(f"No example texts: {error}")
-    for i, latent in enumerate(chosen):
-        out.print(f"\nlatent {latent}, in {_group(config.n_core, config.prefixes, latent)}")
-        for example in shown[i] if shown else []:
-            out.print(_line(example))
-        if shown and not shown[i]:
-            out.print("   never fires on the held-out text")
-
-
-def _group(n_core: int, prefixes: tuple[int, ...], latent: int) -> str:
-    if latent < n_core:
-        return "the core"
-    return f"prefix {next(i for i, size in enumerate(prefixes) if latent < size)}"
 
 
 def core_diff(first: Place, second: Place, pairs: int = 10, root: Path | None = None) -> None:
@@ -184,9 +107,10 @@ def core_ablate(
     n_contexts, quantile = facts["n_contexts"], facts["config"]["quantile"]
     out.print(f"Cycle {done.cycle}: {agreed.n_latents} latents, from all ranks, ablated in {n_contexts} contexts.")
     out.print(f"Spearman correlation with gradient × activation: {number(agreed.spearman)}")
+    cap = "" if done.max_rate is None else f" and max_rate {done.max_rate}"
     out.print(
-        f"At coverage {done.coverage} among these, gradient × activation selects {agreed.n_first}, ablation "
-        f"{agreed.n_second}, both {agreed.n_both} (Jaccard {agreed.jaccard:.2f})."
+        f"At coverage {done.coverage}{cap} among these, gradient × activation selects {agreed.n_first}, ablation "
+        f"{agreed.n_second}, both {agreed.n_both} (Jaccard {number(agreed.jaccard, 2)})."
     )
     if (1 - quantile) * n_contexts < 1:
         TERMINAL.warn(
@@ -199,36 +123,6 @@ def _more_contexts(n_contexts: int, asked: int) -> str:
     if n_contexts < asked:
         return "The store's pairs hold no more contexts: harvest with more pair_tokens."
     return "Give more --contexts."
-
-
-def _examples(place: Path, core: "Core", top: int, n_examples: int, root: Path | None) -> "list[list[Example]]":
-    """Return the texts that fire the first latents, or nothing (and say why) when what is needed is not there."""
-    from dmsae.distillation.inspection import core_examples
-
-    try:
-        return core_examples(place, core, top, n_examples, root)
-    except DmsaeError as error:
-        TERMINAL.note(f"No example texts: {error}")
-        return []
-
-
-def _activity(place: Path, core: "Core") -> list[str]:
-    """Return how often and how strongly each latent fires, in words; one that is on most of the time is marked."""
-    from dmsae.distillation.inspection import core_activity
-
-    try:
-        figures = core_activity(place, core)
-    except DmsaeError:
-        return []
-    return [
-        f"; fires on {100 * rate:.1f} % of tokens, mean {mean:.1f}{' (ALWAYS ON)' if rate > 0.5 else ''}"
-        for rate, mean in figures
-    ]
-
-
-def _line(example: "Example") -> Text:
-    before, token, after = (part.replace("\n", "⏎") for part in example[1:])
-    return Text.assemble(f"   {number(example.activation, 1):>7}  {before}", (f"»{token}«", "bold"), after)
 
 
 COMMANDS = {

@@ -78,16 +78,27 @@ class Agreement(NamedTuple):
     """Latents that the second selects."""
     n_both: int
     """Latents that both select."""
-    jaccard: float
-    """Latents that both select, as a share of those that either does."""
+    jaccard: float | None
+    """Latents that both select, as a share of those that either does; None when neither selects any."""
 
 
-def agreement(first: Attribution, second: Attribution, coverage: float) -> Agreement:
-    """Return how far two scorings of the same SAE agree, and the cores that each would select."""
+def agreement(first: Attribution, second: Attribution, coverage: float, max_rate: float | None = None) -> Agreement:
+    """Return how far two scorings of the same SAE agree, and the cores that each would select.
+
+    Both select from the latents that fire on at most `max_rate` of the first scoring's positions. The rank correlation
+    is over all latents that both scored.
+    """
     shared = torch.tensor(sorted(set(first.latents_P.tolist()) & set(second.latents_P.tolist())), dtype=torch.int64)
     if not len(shared):
         raise AttributionError("The two scorings have no latent in common: they cannot be compared.")
-    scores = [a.scores_P[torch.searchsorted(a.latents_P, shared)] for a in (first, second)]
-    one, other = (set(select_core(values, coverage).tolist()) for values in scores)
-    both = len(one & other)
-    return Agreement(len(shared), spearman(*scores), len(one), len(other), both, both / len(one | other))
+    places = [torch.searchsorted(a.latents_P, shared) for a in (first, second)]
+    scores = [a.scores_P[places_S] for a, places_S in zip((first, second), places, strict=True)]
+    eligible = first.firing_rates_P[places[0]] <= (1.0 if max_rate is None else max_rate)
+    one, other = (_selected(values.where(eligible, 0.0), coverage) for values in scores)
+    both, either = len(one & other), len(one | other)
+    return Agreement(len(shared), spearman(*scores), len(one), len(other), both, both / either if either else None)
+
+
+def _selected(scores_S: Tensor, coverage: float) -> set[int]:
+    """Return what is selected; of latents without any score, none."""
+    return set(select_core(scores_S, coverage).tolist()) if scores_S.any() else set()

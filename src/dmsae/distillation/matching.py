@@ -6,8 +6,9 @@ from pathlib import Path
 from dmsae.activations.identity import ModelIdentity
 from dmsae.activations.sources import ActivationSource
 from dmsae.activations.store import Store, open_store
-from dmsae.config import from_dict, to_dict
+from dmsae.config import Json, from_dict, to_dict
 from dmsae.disk import layout
+from dmsae.disk.artifact import read_facts
 from dmsae.disk.run import differences
 from dmsae.errors import ConfigError
 
@@ -56,12 +57,27 @@ def _requests(store: Store, facts: dict[str, object]) -> tuple[dict[str, object]
     return stored, live
 
 
+RESELECTED = "reselected"
+"""What a core that was selected anew records in its provenance: the run, and how it was selected."""
+
+
+def recorded_run(provenance: Json) -> Path | None:
+    """Return the run that a core was selected from anew, by the config of its provenance, if that is still there."""
+    run = provenance.get(RESELECTED, {}).get("run")
+    return Path(run) if run and (Path(run) / layout.SETTINGS).is_file() else None
+
+
 def recorded_root(place: Path) -> Path | None:
     """Return the directory of stores that was used for what is in a place, if that is recorded and still there.
 
-    A distillation records it in its settings, an SAE beside its held-out figures.
+    A distillation records it in its settings, an SAE beside its held-out figures. A core that was selected anew
+    records its run.
     """
-    for file in (*(one / layout.SETTINGS for one in (place, place.parent)), place / layout.FIDELITY):
+    places = [place, place.parent]
+    if layout.has_artifact(place, layout.CORE):
+        run = recorded_run(read_facts(place, layout.CORE)["provenance"]["config"])
+        places = [run, *places] if run else places
+    for file in (*(one / layout.SETTINGS for one in places), place / layout.FIDELITY):
         try:
             root = json.loads(file.read_text(encoding="utf8")).get("root")
         except (OSError, ValueError, AttributeError):

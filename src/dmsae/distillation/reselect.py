@@ -11,6 +11,7 @@ from dmsae.cores.selection import SelectionReport, next_core, report_selection
 from dmsae.disk import layout
 from dmsae.disk.run import require_distillation
 from dmsae.distillation.inspection import last_scored
+from dmsae.distillation.matching import RESELECTED
 from dmsae.distillation.status import n_cycles
 from dmsae.sae.sae import SAE
 
@@ -33,7 +34,8 @@ def reselect(
 ) -> Selection:
     """Return the core of a cycle (by default the last) at another coverage, over other positions, or with a rate cap.
 
-    What is left out is as it was in the run. The core carries its lineage, like the run's own.
+    What is left out is as it was in the run. The core carries its lineage, like the run's own, and records where the
+    run is: the SAE that it was selected from stays there.
     """
     settings = require_distillation(run)
     last = last_scored(run, n_cycles(run, settings))
@@ -45,8 +47,14 @@ def reselect(
     coverage = settings["distill"]["coverage"] if coverage is None else coverage
     max_rate = settings["distill"].get("max_rate") if max_rate is None else max_rate
     previous = Core.load(layout.cycle_directory(run, cycle - 1)) if cycle else None
-    chosen: Json = {"cycle": cycle, "coverage": coverage, "over": over, "max_rate": max_rate}
+    chosen: Json = {
+        "run": str(run.resolve()),
+        "cycle": cycle,
+        "coverage": coverage,
+        "over": over,
+        "max_rate": max_rate,
+    }
     model = from_dict(ModelIdentity, settings["model"])
-    provenance = Provenance(model, settings["store"], {**settings["distill"], "reselected": chosen})
+    provenance = Provenance(model, settings["store"], {**settings["distill"], RESELECTED: chosen})
     core = next_core(previous, sae, attribution, cycle, coverage, provenance, max_rate)
     return Selection(core, report_selection(attribution, coverage, max_rate), Path(settings["root"]))

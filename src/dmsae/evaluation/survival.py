@@ -104,7 +104,7 @@ def survival(
     core.provenance.model.require_same(store.model, "the core", f"the store {store.key}")
     _require_fits(before, store)
     _require_fits(after, store)
-    _require_selected_from(core, before)
+    require_selected_from(core, before)
     _require_carries(core, after)
     return between(before, core.slots_C, after, range(len(core)), store, n_top, progress)
 
@@ -279,7 +279,8 @@ def _require_carries(core: Core, after: SAE) -> None:
     raise CheckpointError(f"The SAE does not carry the core ({shape}): {wrong}. Give an SAE trained from this core.")
 
 
-def _require_selected_from(core: Core, before: SAE) -> None:
+def require_selected_from(core: Core, before: SAE, name: str = "'before'") -> None:
+    """Raise unless a core was selected from an SAE, which an error calls by `name`."""
     width = before.config.width
     if len(core) and int(core.slots_C.max()) >= width:
         wrong = f"latent {int(core.slots_C.max())} of it is in the core, but it has {width} latents"
@@ -291,6 +292,6 @@ def _require_selected_from(core: Core, before: SAE) -> None:
             return
         wrong = f"its latent {int(core.slots_C[~same][0])} has another encoder row"
     raise CheckpointError(
-        f"The core was not selected from 'before': {wrong}. Give the SAE of cycle {core.cycle} of its run, or compare "
+        f"The core was not selected from {name}: {wrong}. Give the SAE of cycle {core.cycle} of its run, or compare "
         "two SAEs that carry the core with `between`."
     )
