@@ -48,11 +48,11 @@ class LabelledConfig:
     )
     """Bundled tables by name, or paths of .csv files with the columns `prompt` and `target`. The default takes one or
     two of each kind that the bundled corpus reserves: names, occupations, grammar, sentiment, spam, headlines, news."""
-    n_train: int = 512
+    n_train: int = 400
     """Texts of each table that probes are trained on, half of each class."""
-    n_test: int = 256
+    n_test: int = 200
     """Texts of each table that probes are tested on, half of each class."""
-    max_tokens: int = 64
+    max_tokens: int = 48
     """Of a longer text, the last tokens are kept."""
     seed: int = 0
     """Decides which texts are taken, and how they are split."""
