@@ -78,6 +78,18 @@ def test_agreement_is_on_shared_latents() -> None:
         agreement(first, scoring({7: 1.0}), 0.9)
 
 
+def test_a_cap_on_rates_keeps_the_same_latents_out_of_both_selections() -> None:
+    """The first scoring saw more positions: its rates decide, whatever the second's are."""
+    first = replace(scoring({0: 9.0, 1: 4.0, 2: 3.0}), firing_rates_P=torch.tensor([0.9, 0.2, 0.1]))
+    second = replace(scoring({0: 9.0, 1: 1.0, 2: 8.0}), firing_rates_P=torch.tensor([0.1, 0.9, 0.9]))
+    free, capped = agreement(first, second, 0.55), agreement(first, second, 0.55, max_rate=0.2)
+    assert (free.n_first, free.n_second, free.n_both) == (1, 2, 1)
+    assert (capped.n_first, capped.n_second, capped.n_both, capped.jaccard) == (1, 1, 0, 0.0)
+    assert capped.spearman == free.spearman
+    none = agreement(first, second, 0.55, max_rate=0.05)
+    assert (none.n_latents, none.n_first, none.n_second, none.jaccard) == (3, 0, 0, None)
+
+
 def test_rank_correlation_with_ties() -> None:
     """With tied values Spearman's coefficient is Pearson's of the mean ranks."""
     result = spearman(torch.tensor([1.0, 2.0, 2.0, 5.0]), torch.tensor([0.0, 3.0, 1.0, 1.0]))

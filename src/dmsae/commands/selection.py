@@ -29,7 +29,8 @@ def core_select(
         coverage: Share τ of the attribution that the core has to hold. Default: as in the run.
         over: Take the quantile over all positions, or over those where a latent fires. Default: as in the run.
         max_rate: Keep latents out that fire on a larger share of positions. Default: as in the run.
-        save_to: Directory to write the core to; `dmsae transfer --core` takes it. Default: only show it.
+        save_to: Directory to write the core to, which `dmsae core show` and `dmsae transfer --core` take. It records
+            where the run is. Default: only show what would be selected.
     """
     from dmsae.cores.attribution import QuantileOver
     from dmsae.distillation.reselect import reselect
@@ -41,7 +42,8 @@ def core_select(
             raise ConfigError(f"save_to = {save_to}; it must be a new or empty directory. Nothing has been changed.")
         selection.core.save(save_to)
         command = f"dmsae transfer --core {save_to} --root {selection.root} --out …"
-        out.print(f"The core is in {save_to}. Train SAEs from it: {command}")
+        out.print(f"The core is in {save_to}. Look at it: dmsae core show {save_to}")
+        out.print(f"Train SAEs from it: {command}")
 
 
 def show_selection(report: "SelectionReport") -> None:

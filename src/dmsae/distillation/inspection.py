@@ -13,7 +13,7 @@ from dmsae.cores.core import Core
 from dmsae.disk import layout
 from dmsae.disk.files import write_json
 from dmsae.disk.run import claimed, require_distillation
-from dmsae.distillation.matching import open_store_of, recorded_run
+from dmsae.distillation.matching import RESELECTED, open_store_of, recorded_run
 from dmsae.distillation.status import n_cycles
 from dmsae.errors import CheckpointError, ConfigError, ModelError
 from dmsae.formats import load_any
@@ -93,7 +93,7 @@ def last_scored(run: Path, cycles: int) -> int:
 
 
 def sae_of(place: Path, core: Core) -> Path:
-    """Return the directory of the SAE that a core was selected from: in its run, beside it, or below it."""
+    """Return the directory of the SAE that a core was selected from: in its run, which it may record, or beside it."""
     run = recorded_run(core.provenance.config)
     places = [
         *([layout.cycle_directory(run, core.cycle)] if run else []),
@@ -104,7 +104,9 @@ def sae_of(place: Path, core: Core) -> Path:
     for directory in places:
         if layout.has_artifact(directory / layout.SAE, layout.SAE):
             return directory / layout.SAE
-    raise CheckpointError(f"The SAE that this core was selected from is not in {place} nor beside it.")
+    recorded = core.provenance.config.get(RESELECTED, {}).get("run")
+    elsewhere = f", nor in the run that it records, {recorded}" if recorded else ""
+    raise CheckpointError(f"The SAE that this core was selected from is not in {place} nor beside it{elsewhere}.")
 
 
 def load_model_of(identity: ModelIdentity, progress: Progress) -> BaseModel:
