@@ -14,6 +14,7 @@ from dmsae.activations.store import Store, open_store
 from dmsae.commands.output import number, out
 from dmsae.commands.recipes import read_sections, warn_of_train_table
 from dmsae.commands.results import print_length
+from dmsae.commands.selection import show_selection
 from dmsae.commands.terminal import TERMINAL
 from dmsae.disk import layout
 from dmsae.disk.run import require_claimable
@@ -60,7 +61,7 @@ def run(command: DistillCommand) -> None:
     command.config.sae(d_model=1, n_core=0)  # impossible shapes are refused before anything is harvested
     if command.config.cycle0.source:
         require_checkpoint(command.config.cycle0.source)
-    require_cycles(command.out, command.config.cycles)
+    require_cycles(command.out, command.config.n_cycles)
     warn_of_train_table(command.recipe, "distill", TERMINAL)
     source = LiveSource(Harvest(command.harvest, command.root, TERMINAL), progress=TERMINAL) if command.live else None
     store = _store(command, source)
@@ -88,17 +89,22 @@ def _store(command: DistillCommand, source: ActivationSource | None) -> Store:
 
 def show_distillation(done: Distillation) -> None:
     """Print what persisted."""
-    last, before = done.cores[-1], done.cores[-2]
-    out.print(
-        f"Distilled core: {len(done.distilled)} latents, in both of the last cores ({len(before)} and {len(last)}).",
-        style="bold",
-    )
+    found = f"in both of the last cores ({' and '.join(str(len(core)) for core in done.cores[-2:])})"
+    if len(done.cores) == 1:
+        found = f"which {done.distilled.provenance.config['consensus']['members']} SAEs agree on"
+    out.print(f"Distilled core: {len(done.distilled)} latents, {found}.", style="bold")
     if not len(done.distilled):
         out.print("No latent was selected twice. Try a larger k, more tokens per cycle, or a higher coverage.")
         return
     births = ", ".join(f"{count} from cycle {cycle}" for cycle, count in done.distilled.births().items())
     out.print(f"Born: {births}.")
     report = done.reports[-1]
+    if report.row_norms is not None:
+        low, middle, high = report.row_norms
+        out.print(f"Norms of the last core's encoder rows: {low:.2f} to {high:.2f}, median {middle:.2f}.")
+    if report.selection is not None:
+        out.print("The last selection:")
+        show_selection(report.selection)
     if report.n_frozen and report.l0_core > 0.5 * report.n_frozen:
         TERMINAL.warn(
             f"In the last cycle {report.l0_core:.0f} of its {report.n_frozen} core latents fired on the average token. "

@@ -124,6 +124,11 @@ class Attribution:
         same = torch.equal(scores, self.scores_P)
         return replace(self, scores_P=scores, bootstrap_XP=self.bootstrap_XP if same else None)
 
+    def among(self, candidates_P: Tensor) -> "Attribution":
+        """Return the scores of some of the candidates, given by a mask."""
+        fields = {name: getattr(self, name) for name in (*_TENSORS, *_OPTIONAL)}
+        return replace(self, **{name: v[..., candidates_P] for name, v in fields.items() if v is not None})
+
     def save(self, directory: Path) -> None:
         """Write `attribution.safetensors`, with the coverage curve, and `attribution.json`."""
         tensors = {name: getattr(self, name) for name in _TENSORS} | {"coverage_curve": self.coverage_curve()}

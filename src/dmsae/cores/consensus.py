@@ -17,7 +17,7 @@ from dmsae.activations.store import Store
 from dmsae.config import require, require_whole, to_dict
 from dmsae.cores.attribution import Attribution
 from dmsae.cores.core import Core, Lineage, Provenance
-from dmsae.cores.selection import detectors_of
+from dmsae.cores.selection import detectors_of, eligible_scores, select_core
 from dmsae.errors import AttributionError, ConfigError
 from dmsae.sae.sae import SAE
 
@@ -55,8 +55,14 @@ def consensus_core(
     store: Store,
     provenance: Provenance,
     config: ConsensusConfig | None = None,
+    coverage: float = 1.0,
+    max_rate: float | None = None,
 ) -> Core:
-    """Return the candidates of the first SAE, which `attribution` scores, that enough of the others have too."""
+    """Return the candidates of the first SAE, which `attribution` scores, that enough of the others have too.
+
+    Those that fire on more than `max_rate` of the positions stay out. Of the others it is the fewest that hold
+    `coverage` of their attribution.
+    """
     config = config or ConsensusConfig()
     require(len(saes) >= 2, "saes", len(saes), "be at least 2 SAEs")
     _require_no_core(saes)
@@ -64,13 +70,13 @@ def consensus_core(
     similarity_MP = torch.stack([match.similarity_P for match in matches])
     agreed_MP = similarity_MP >= config.min_similarity
     share_P = agreed_MP.double().mean(0)
-    in_order = attribution.scores_P.sort(descending=True, stable=True).indices
-    chosen = in_order[(share_P >= config.min_share)[in_order] & (attribution.scores_P > 0)[in_order]]
-    if not len(chosen):
+    scores_P = eligible_scores(attribution, max_rate).double().where(share_P >= config.min_share, 0.0)
+    if not scores_P.any():
         raise AttributionError(
             f"The {len(saes)} SAEs agree on no candidate: the most alike have similarity {similarity_MP.max():.2f}; "
             f"min_similarity is {config.min_similarity}. Train longer, lower min_similarity, or use fewer members."
         )
+    chosen = select_core(scores_P, coverage)
     found_by = [(agreed_MP[:, slot].nonzero().squeeze(1) + 1).tolist() for slot in chosen.tolist()]
     details = {"members": len(saes), **to_dict(config), "found_by": found_by}
     details["similarity"] = [round(value, 4) for value in similarity_MP.mean(0)[chosen].tolist()]

@@ -165,6 +165,8 @@ class SelectionReport(NamedTuple):
     """Median firing rate of the selected, under the training-time mask."""
     stability: float | None
     """Mean share of resamples in which a selected latent is selected again; None without a bootstrap."""
+    coverage_curve: list[int]
+    """Latents that hold a coverage of 0.1, 0.2, … 1.0 of the attribution of those that may be selected."""
 
     def warnings(self) -> list[str]:
         """Return what a reader of the core should know, a sentence each."""
@@ -180,7 +182,8 @@ class SelectionReport(NamedTuple):
 
 def report_selection(attribution: Attribution, coverage: float, max_rate: float | None = None) -> SelectionReport:
     """Return what selecting at a coverage does to the pool that was scored."""
-    chosen = select_core(eligible_scores(attribution, max_rate), coverage)
+    eligible_P = eligible_scores(attribution, max_rate)
+    chosen = select_core(eligible_P, coverage)
     stability = selection_stability(attribution, coverage, max_rate)
     n_pool = len(attribution.scores_P)
     return SelectionReport(
@@ -191,6 +194,7 @@ def report_selection(attribution: Attribution, coverage: float, max_rate: float 
         score_rate_correlation=spearman(attribution.scores_P, attribution.firing_rates_P),
         median_rate=float(attribution.firing_rates_P[chosen].median()),
         stability=None if stability is None else float(stability[chosen].mean()),
+        coverage_curve=[len(select_core(eligible_P, tenth / 10)) for tenth in range(1, 11)],
     )
 
 

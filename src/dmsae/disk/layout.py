@@ -2,6 +2,7 @@
 
     <cache>/assets/<name>-<version>/     a bundled model or corpus          (text/assets.py)
     <cache>/stores/<key>/                harvested activations              (activations/store.py)
+    <cache>/evaluation/                  what evaluations share            (evaluation/evaluate.py)
     <run>/                               a training, distillation or transfer
 
 docs/on-disk.md shows the same with what is inside each file.
@@ -30,7 +31,13 @@ STATUS = "status.json"
 TENSORBOARD = "tensorboard"
 FIDELITY = "fidelity.json"
 SUMMARY = "summary.json"
+PRICES = "prices.json"
 AGREEMENT = "agreement.json"
+
+# An evaluation
+EVALUATION = "evaluation.json"
+STABILITY = "stability.json"
+RESULTS = "results"
 
 # Artifacts: `<name>.safetensors` and `<name>.json`; the SAE of a training or cycle is in a folder of the same name
 SAE = "sae"
@@ -57,6 +64,11 @@ def stores_directory() -> Path:
     return cache_directory() / "stores"
 
 
+def evaluation_cache() -> Path:
+    """Return where evaluations keep what they compute once for all SAEs."""
+    return cache_directory() / "evaluation"
+
+
 def token_file(split: str) -> str:
     """Return the name, inside a store, of the file that holds a split's tokens."""
     return f"{TOKENS}/{split}.safetensors"
@@ -65,6 +77,11 @@ def token_file(split: str) -> str:
 def shard_file(split: str, index: int) -> str:
     """Return the name, inside a store, of a shard."""
     return f"{split}/{index:05d}.safetensors"
+
+
+def member(index: int) -> str:
+    """Return the name of the folder of an SAE that is trained beside the one of a cycle."""
+    return f"member-{index}"
 
 
 def cycle_directory(run: Path, cycle: int | str) -> Path:

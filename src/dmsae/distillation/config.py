@@ -1,12 +1,25 @@
 """What a distillation is: the SAE of each cycle, how many cycles, how each is trained and scored."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from dmsae.config import Json, require, require_choice, require_whole, to_dict
 from dmsae.cores.attribution import AttributionConfig
+from dmsae.cores.consensus import ConsensusConfig
+from dmsae.cores.controls import RandomKind
+from dmsae.cores.norms import CoreNorm, require_norm
 from dmsae.cores.selection import require_coverage
 from dmsae.sae.config import CoreMode, SAEConfig, core_first, matryoshka_nesting
 from dmsae.training.config import TrainConfig
+
+
+class DistillRule(StrEnum):
+    """How a distillation finds latents that last."""
+
+    CYCLES = "cycles"
+    """As in the paper: select by attribution, restart with only what was selected, intersect the last two cores."""
+    CONSENSUS = "consensus"
+    """In one pass: train several SAEs that start from other weights, and keep what they agree on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,16 @@ class DistillConfig:
     """What of a core each cycle freezes, and how it competes: dense as in the paper, sparse, or detector."""
     max_rate: float | None = None
     """Keep latents out of the core that fire on a larger share of positions. None: as in the paper."""
+    core_norm: CoreNorm = "found"
+    """Norm of a latent's encoder row from its first selection on: as found, unit, or as found times this factor."""
+    random_start: RandomKind | None = None
+    """A control: replace the first core by a random one of equal size, and see what persists then. Detectors are
+    replaced by random detectors, whatever the kind."""
+    rule: DistillRule = DistillRule.CYCLES
+    """cycles: as in the paper. consensus: the core is what several SAEs of cycle 0 agree on; there are no more."""
+    members: int = 4
+    """SAEs that a consensus is sought among; they differ in their initial weights and share every batch."""
+    consensus: ConsensusConfig = field(default_factory=ConsensusConfig)
     cycle0: Cycle0 = field(default_factory=Cycle0)
     center_input: bool = True
     """Whether the encoder sees x − b_dec, as the published checkpoints do."""
@@ -69,6 +92,12 @@ class DistillConfig:
         require_choice("core_mode", self.core_mode, CoreMode)
         if self.max_rate is not None:
             require(0 < self.max_rate <= 1, "max_rate", self.max_rate, "be above 0 and at most 1, or left out")
+        require_norm(self.core_norm)
+        require_choice("rule", self.rule, DistillRule)
+        require_whole("members", self.members, 2)
+        if self.rule is DistillRule.CONSENSUS:
+            alone = not self.cycle0.source and self.random_start is None
+            require(alone, "rule", str(self.rule), "be cycles with cycle0.source or random_start")
         remedy = "Set seed instead: each cycle's follows from it."
         require(self.train.seed == 0, "train.seed", self.train.seed, "be left out", remedy)
 
@@ -77,6 +106,11 @@ class DistillConfig:
         prefixes = core_first(self.nesting or matryoshka_nesting(self.width), n_core)
         core = self.core_mode.core(n_core, k_noncore=self.k) if n_core else None
         return SAEConfig(d_model, self.width, self.k, prefixes, core, self.center_input)
+
+    @property
+    def n_cycles(self) -> int:
+        """Cycles after cycle 0: none when the core is a consensus."""
+        return self.cycles if self.rule is DistillRule.CYCLES else 0
 
     def result_settings(self) -> Json:
         """Return the settings that determine each cycle; not how many there are, nor how often to log and to save."""

@@ -17,20 +17,23 @@ from dmsae.activations.splits import Split
 from dmsae.activations.store import Store
 from dmsae.config import Json, to_dict
 from dmsae.cores.attribution import Attribution, attribute
+from dmsae.cores.controls import RandomKind, random_core, random_detectors
 from dmsae.cores.core import Core, Provenance
-from dmsae.cores.selection import next_core
+from dmsae.cores.norms import with_norm
+from dmsae.cores.selection import SelectionReport, distilled_core, next_core, report_selection
 from dmsae.devices import training_device
 from dmsae.disk import layout
 from dmsae.disk.run import claimed, require_claimable
 from dmsae.distillation.carrier import carrier
-from dmsae.distillation.config import Cycle0, DistillConfig
+from dmsae.distillation.config import Cycle0, DistillConfig, DistillRule
 from dmsae.distillation.cycle0 import read_cycle0, save_cycle0
 from dmsae.distillation.matching import require_matching
+from dmsae.distillation.members import select_consensus, train_members
 from dmsae.distillation.outcome import CycleFailed, CycleReport, finish, report, require_cycles
 from dmsae.errors import AttributionError, ConfigError, StoreError, TrainingError
 from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.progress import SILENT, Progress
-from dmsae.sae.config import SAEConfig
+from dmsae.sae.config import CoreMode, SAEConfig
 from dmsae.sae.sae import SAE
 from dmsae.seeds import derive_seed
 from dmsae.training.result import TrainState, read_result
@@ -78,7 +81,7 @@ def distill(
     require_matching(source, store)
     settings = run_settings(config, store.key, store.model, source, store.path.parent)
     require_claimable(directory, settings, MAY_CHANGE)
-    require_cycles(directory, config.cycles)
+    require_cycles(directory, config.n_cycles)
     first = layout.cycle_directory(directory, 0)
     is_there = layout.has_artifact(first / layout.SAE, layout.SAE)
     imported = read_cycle0(config, store, progress) if config.cycle0.source and not is_there else None
@@ -88,20 +91,21 @@ def distill(
         cores: list[Core] = []
         reports: list[CycleReport] = []
         failure: CycleFailed | None = None
-        for cycle in range(config.cycles + 1):
+        for cycle in range(config.n_cycles + 1):
             here = layout.cycle_directory(directory, cycle)
             try:
                 previous = cores[-1] if cores else None
                 sae = _train(config, store, source, here, cycle, previous, progress)
                 attribution = _score(config, store, here, sae, cycle)
                 cores.append(_select(config, store, here, sae, attribution, previous))
+                selection = _selection(config, attribution)
             except CycleFailed as error:
                 failure = error
                 break
             heldout = kept_fidelity(here / layout.SAE, store, training_device(config.train.device))
-            reports.append(report(here, cores, sae, attribution, heldout))
+            reports.append(report(here, cores, sae, attribution, selection, heldout))
             on_cycle(reports[-1])
-        return Distillation(cores, finish(directory, cores, reports, failure), reports, sae)
+        return Distillation(cores, finish(directory, _distilled(config, cores), reports, failure), reports, sae)
 
 
 def run_settings(
@@ -117,7 +121,7 @@ def run_settings(
         "root": str(root.resolve()),
         "model": to_dict(model),
         "train_on": source.facts if source else {"store": store, "model": to_dict(model)},
-        "cycles": config.cycles,
+        "cycles": config.n_cycles,
         "distill": config.result_settings(),
     }
 
@@ -141,8 +145,11 @@ def _train(
     """Return the SAE of a cycle: imported, already there, or trained now from the core's rows alone."""
     if cycle == 0 and config.cycle0.source:
         return SAE.load(here / layout.SAE)
-    spec = carrier(layout.SAE, _fitting(config, store, core, cycle), core)
     train = replace(config.train, seed=derive_seed(config.seed, "cycle", cycle))
+    if config.rule is DistillRule.CONSENSUS:
+        train_members(config, train, source, here, progress)
+        return SAE.load(here / layout.SAE)
+    spec = carrier(layout.SAE, _fitting(config, store, core, cycle), core)
     try:
         train_together([spec], source, here, train, {"cycle": cycle}, progress)
     except TrainingError:
@@ -182,11 +189,37 @@ def _select(
 ) -> Core:
     if layout.has_artifact(here, layout.CORE):
         return Core.load(here)
+    if config.rule is DistillRule.CONSENSUS:
+        return select_consensus(config, store, here, sae, attribution)
     cycle = previous.cycle + 1 if previous else 0
     provenance = Provenance.of(store, config.result_settings())
     try:
         core = next_core(previous, sae, attribution, cycle, config.coverage, provenance, config.max_rate)
     except AttributionError as error:
         raise CycleFailed(cycle, f"cannot be selected from: {error}", "Change it in a new directory.") from error
+    core = with_norm(core, config.core_norm, len(previous) if previous else 0)
+    if previous is None and config.random_start is not None:
+        core = _random_start(config, config.random_start, core, store)
     core.save(here)
     return core
+
+
+def _random_start(config: DistillConfig, kind: RandomKind, core: Core, store: Store) -> Core:
+    """Return the random core that a control goes on with, in place of the first selected one."""
+    if config.core_mode is CoreMode.DETECTOR:
+        return random_detectors(core, store, config.seed)
+    return random_core(core, kind, config.seed, store)
+
+
+def _selection(config: DistillConfig, attribution: Attribution) -> SelectionReport | None:
+    """Return what selection by attribution did to the pool, when that is how the core was selected."""
+    if config.rule is DistillRule.CONSENSUS:
+        return None
+    return report_selection(attribution, config.coverage, config.max_rate)
+
+
+def _distilled(config: DistillConfig, cores: list[Core]) -> Core | None:
+    """Return the result of the cycles that there are: what the last two agree on, or the consensus of the only one."""
+    if config.rule is DistillRule.CONSENSUS:
+        return cores[-1] if cores else None
+    return distilled_core(cores[-1], cores[-2]) if len(cores) > 1 else None

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from dmsae.config import require
+from dmsae.config import Json, require
 from dmsae.cores.attribution import Attribution
 from dmsae.cores.compare import CarryOver, carry_over
 from dmsae.cores.core import Core
-from dmsae.cores.selection import distilled_core
+from dmsae.cores.norms import RowNorms, row_norms
+from dmsae.cores.selection import SelectionReport
 from dmsae.disk import layout
 from dmsae.disk.files import write_json
 from dmsae.distillation.status import read_summary
@@ -32,6 +33,10 @@ class CycleReport(NamedTuple):
     """Variance explained of held-out activations, with inference thresholds; None when the store holds none."""
     heldout_fve_prefixes: list[float]
     """The same for each prefix, the smallest first; empty when the store holds none."""
+    selection: SelectionReport | None
+    """What selection did to the pool; None for a consensus, which selects by other means."""
+    row_norms: RowNorms | None
+    """Norms of the selected rows; None when none was selected."""
     train_loss: float | None
     """Objective of the last training batch; None for an SAE that was not trained here."""
 
@@ -44,7 +49,14 @@ class CycleFailed(TrainingError):
         self.cycle, self.cause, self.remedy = cycle, cause.rstrip("."), remedy
 
 
-def report(here: Path, cores: list[Core], sae: SAE, attribution: Attribution, heldout: Fidelity | None) -> CycleReport:
+def report(
+    here: Path,
+    cores: list[Core],
+    sae: SAE,
+    attribution: Attribution,
+    selection: SelectionReport | None,
+    heldout: Fidelity | None,
+) -> CycleReport:
     """Return the report of the cycle that the last of the cores was selected after."""
     metrics = read_metrics(here / layout.SAE)
     n_frozen = sae.config.n_core
@@ -56,27 +68,35 @@ def report(here: Path, cores: list[Core], sae: SAE, attribution: Attribution, he
         l0_core=float(attribution.firing_rates_P[:n_frozen].sum()),
         heldout_fve=heldout.fve if heldout else None,
         heldout_fve_prefixes=heldout.fve_prefixes if heldout else [],
+        selection=selection,
+        row_norms=row_norms(cores[-1]),
         train_loss=metrics[-1].loss if metrics else None,
     )
 
 
-def finish(directory: Path, cores: list[Core], reports: list[CycleReport], failure: CycleFailed | None) -> Core:
+def finish(
+    directory: Path, distilled: Core | None, reports: list[CycleReport], failure: CycleFailed | None = None
+) -> Core:
     """Write the distilled core and the summary, and return the core; a failure is raised when both are written."""
-    distilled = distilled_core(cores[-1], cores[-2]) if len(cores) > 1 else None
     _keep_earlier(directory, len(reports))
     if distilled is not None:
         distilled.save(directory / layout.DISTILLED)
     summary = {
         "n_distilled": None if distilled is None else len(distilled),
         "births": {} if distilled is None else distilled.births(),
-        "cycles": [{**one._asdict(), "core": one.core._asdict()} for one in reports],
+        "cycles": [_as_json(one) for one in reports],
         "failure": {"cycle": failure.cycle, "cause": failure.cause} if failure else None,
     }
     write_json(directory / layout.SUMMARY, summary)
     if failure is not None or distilled is None:
-        assert failure is not None, "a run has at least one cycle after cycle 0"
+        assert failure is not None, "without a failure there are as many cores as a result needs"
         raise TrainingError(_told(directory, failure, distilled)) from failure
     return distilled
+
+
+def _as_json(report: CycleReport) -> Json:
+    parts = {name: part._asdict() for name, part in report._asdict().items() if hasattr(part, "_asdict")}
+    return report._asdict() | parts
 
 
 def require_cycles(directory: Path, cycles: int) -> None:

@@ -130,13 +130,16 @@ def _cycle(directory: Path, cycle: int, is_running: bool) -> list[Stage]:
     here = layout.cycle_directory(directory, cycle)
     has_sae = layout.has_artifact(here / layout.SAE, layout.SAE)
     if (here / layout.SETTINGS).is_file():
-        (training,) = _training(here, read_settings(here), is_running)
-        first = Stage(f"cycle {cycle}: train", training.state, training.note)
+        trainings = _training(here, read_settings(here), is_running)
+        names = [""] if len(trainings) == 1 else [f" {one.name}" for one in trainings]
+        stages = [
+            Stage(f"cycle {cycle}: train{name}", one.state, one.note)
+            for name, one in zip(names, trainings, strict=True)
+        ]
     elif has_sae:
-        first = Stage(f"cycle {cycle}: import", StageState.DONE)
+        stages = [Stage(f"cycle {cycle}: import", StageState.DONE)]
     else:
-        first = Stage(f"cycle {cycle}: train", StageState.WAITING)
-    stages = [first]
+        stages = [Stage(f"cycle {cycle}: train", StageState.WAITING)]
     for verb, artifact in (("score", layout.ATTRIBUTION), ("select", layout.CORE)):
         done = has_sae and layout.has_artifact(here, artifact)
         stages.append(Stage(f"cycle {cycle}: {verb}", StageState.DONE if done else StageState.WAITING))

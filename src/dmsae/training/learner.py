@@ -34,6 +34,8 @@ class SAESpec:
     """Their offsets and thresholds, when the core is made of detectors."""
     total_budget: bool = False
     """Whether a dense core's own activity counts towards `sae.k`: `k_noncore` then follows it during training."""
+    init_seed: int | None = None
+    """Determines its initial weights, for SAEs of one run that are to differ in them. None: the run's seed does."""
 
     def __post_init__(self) -> None:
         try:
@@ -47,7 +49,8 @@ class SAESpec:
     def settings(self) -> Json:
         """Return what determines this SAE, besides how it is trained."""
         settings: Json = to_dict(self.sae)
-        return settings | {"core_sha256": self.core_sha256(), "total_budget": self.total_budget}
+        settings |= {"core_sha256": self.core_sha256(), "total_budget": self.total_budget}
+        return settings | {"init_seed": self.init_seed}
 
     def core_sha256(self) -> str | None:
         """Return a hash of what is frozen, or None without a core."""
@@ -81,7 +84,8 @@ class Learner:
         self, spec: SAESpec, config: TrainConfig, schedule: Schedule, b_dec: Tensor, scale: float = 1.0
     ) -> None:
         self.name, self._config, self._schedule = spec.name, config, schedule
-        self.sae = SAE.init(spec.sae, generator(config.seed, "init"), spec.core_rows, spec.detectors).to(b_dec.device)
+        seed = config.seed if spec.init_seed is None else spec.init_seed
+        self.sae = SAE.init(spec.sae, generator(seed, "init"), spec.core_rows, spec.detectors).to(b_dec.device)
         with torch.no_grad():
             self.sae.b_dec.copy_(b_dec)
         self._detectors, self._total_budget = spec.detectors, spec.total_budget
