@@ -1,9 +1,12 @@
 """How trained SAEs are shown."""
 
+from collections.abc import Sequence
+
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Store
 from dmsae.commands.output import number, out, plain_table
 from dmsae.commands.terminal import TERMINAL
+from dmsae.distillation.prices import Priced
 from dmsae.errors import TrainingError
 from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.sae.sae import SAE
@@ -45,6 +48,21 @@ def print_results(results: list[TrainResult], store: Store) -> None:
     out.print("train FVE: the last training batch. k: what BatchTopK keeps; with a dense core, of the other latents.")
     for result in _failed(results):
         out.print(f"{result.name} {result.state} at step {result.step:,}: {result.cause}.")
+
+
+def print_prices(rows: Sequence[Priced]) -> None:
+    """Print what keeping each core costs at its measured L0."""
+    table = plain_table("sae", "kept", "attribution", "L0", "FVE", "free", "price", "prefix 0", "free", "price")
+    for name, price in rows:
+        share = "–" if price.attribution_share is None else f"{100 * price.attribution_share:.0f} %"
+        full = (number(price.fve), number(price.fve_unconstrained), number(price.price))
+        first = (number(price.fve_prefix0), number(price.fve_prefix0_unconstrained), number(price.price_prefix0))
+        table.add_row(name, str(price.n_kept), share, number(price.l0, 1), *full, *first)
+    out.print(table)
+    out.print("Price: how much more an SAE explains that keeps nothing, at the same measured L0 and size of prefix 0.")
+    for name, price in rows:
+        if price.note:
+            out.print(f"{name}: {price.note}")
 
 
 def require_finished(results: list[TrainResult]) -> None:

@@ -12,14 +12,21 @@ from dmsae.activations.sources import LiveSource
 from dmsae.activations.store import Store
 from dmsae.commands.output import out
 from dmsae.commands.recipes import read_sections, warn_of_train_table
-from dmsae.commands.results import print_length, print_results, require_finished
+from dmsae.commands.results import print_length, print_prices, print_results, require_finished
 from dmsae.commands.survival import print_survivors
 from dmsae.commands.terminal import TERMINAL
+from dmsae.cores.controls import Rule
 from dmsae.cores.core import Core
+from dmsae.cores.norms import with_norm
+from dmsae.disk import layout
+from dmsae.disk.files import write_json
 from dmsae.distillation.matching import open_store_of
+from dmsae.distillation.prices import held, prices
+from dmsae.distillation.rules import cores_by_rule
 from dmsae.distillation.survivors import survivors
 from dmsae.distillation.transfer import TransferConfig, transfer
 from dmsae.errors import ConfigError, DmsaeError
+from dmsae.training.result import TrainResult
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ class TransferCommand:
     out: Path
     """Directory for the SAEs."""
     config: Annotated[TransferConfig, tyro.conf.arg(name="")] = field(default_factory=TransferConfig)
+    rules: tuple[Rule, ...] = ()
+    """Controls: also train cores of equal size that other rules take from the SAE of cycle 0 of the distillation."""
     store: str = ""
     """Key of the store to train on. Empty: the one that the core was distilled from."""
     live: bool = False
@@ -63,11 +72,33 @@ def run(command: TransferCommand) -> None:
     store = open_store_of(command.core, command.store or core.provenance.store, command.root)
     source = LiveSource(Harvest(command.harvest, command.root, TERMINAL), progress=TERMINAL) if command.live else None
     print_length(command.config.train, None if source else store)
-    results = transfer(command.config, core, store, command.out, source=source, progress=TERMINAL)
+    beside = _beside(command, core, store)
+    results = transfer(command.config, core, store, command.out, beside=beside, source=source, progress=TERMINAL)
     out.print(f"SAEs of width {command.config.width:,} from a core of {len(core)} latents, in {command.out}:")
     print_results(results, store)
     require_finished(results)
+    _print_prices(command, {"": core, **beside}, results, store)
     _print_survival(command, core, [result.directory for result in results], store)
+
+
+def _beside(command: TransferCommand, core: Core, store: Store) -> dict[str, Core]:
+    """Return the cores of other rules, which need the run that the core came from."""
+    if not command.rules:
+        return {}
+    return cores_by_rule(command.core, command.rules, len(core), store, command.config.train.seed)
+
+
+def _print_prices(command: TransferCommand, cores: dict[str, Core], results: list[TrainResult], store: Store) -> None:
+    """Print what each core costs, if SAEs were trained that tell."""
+    if "unconstrained" not in command.config.baselines:
+        return
+    known = [held(command.core, core) for core in cores.values()]
+    norm = command.config.core_norm
+    shares = [one._replace(core=with_norm(one.core, norm)) for one in known if one is not None]
+    rows = prices(results, store, shares)
+    write_json(command.out / layout.PRICES, {name: price._asdict() for name, price in rows})
+    out.print()
+    print_prices(rows)
 
 
 def _print_survival(command: TransferCommand, core: Core, saes: list[Path], store: Store) -> None:

@@ -4,16 +4,18 @@ All SAEs of a transfer share one stream of activations and one seed: they differ
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dmsae.activations.sources import ActivationSource, StoreSource
 from dmsae.activations.store import Store
 from dmsae.config import require
 from dmsae.cores.controls import RandomKind, random_core, random_detectors
 from dmsae.cores.core import Core
+from dmsae.cores.norms import CoreNorm, require_norm, with_norm
 from dmsae.cores.statistics import sample_activations
 from dmsae.devices import training_device
 from dmsae.disk.run import claimed, read_settings
@@ -29,7 +31,7 @@ from dmsae.training.learner import SAESpec
 from dmsae.training.result import TrainResult
 from dmsae.training.trainer import train_together
 
-Baseline = Literal["msae", "batchtopk"]
+Baseline = Literal["msae", "batchtopk", "unconstrained"]
 
 
 class Budget(StrEnum):
@@ -65,7 +67,11 @@ class TransferConfig:
     or whose covariance is that of the activations. A detector core has one control of its own, whatever is named here:
     random detectors of the same firing rates and mean activations."""
     baselines: tuple[Baseline, ...] = ()
-    """Also train, at each k: msae, a Matryoshka SAE without a core; batchtopk, an SAE with one prefix and no core."""
+    """Also train, at each k: msae, a Matryoshka SAE without a core; batchtopk, an SAE with one prefix and no core;
+    unconstrained, Matryoshka SAEs without a core whose first prefix has the size of core + prefix-0, at two or more k
+    around the L0 of the others: what keeping the core costs is read from them."""
+    core_norm: CoreNorm = "found"
+    """Norm of the core's encoder rows: as found, unit, or as found times this factor."""
     center_input: bool = True
     """Whether the encoder sees x − b_dec."""
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -77,6 +83,7 @@ class TransferConfig:
             require(len(set(values)) == len(values), name, values, "name nothing twice")
         if not self.k or not (self.core_modes or self.baselines):
             raise ConfigError("Nothing to train: give at least one k, and a core mode or a baseline.")
+        require_norm(self.core_norm)
 
     def sae(self, d_model: int, k: int, core: CoreConfig | None) -> SAEConfig:
         """Return one SAE of the transfer; without a core it is a Matryoshka SAE."""
@@ -90,27 +97,63 @@ def k_noncore(k: int, width: int, n_core: int) -> int:
     return math.floor(k * (width - n_core) / width + 0.5)
 
 
-def sae_specs(config: TransferConfig, core: Core, store: Store | None = None) -> list[SAESpec]:
+def sae_specs(
+    config: TransferConfig, core: Core, store: Store | None = None, beside: Mapping[str, Core] | None = None
+) -> list[SAESpec]:
     """Return the SAEs of a transfer, in the order in which they are reported.
 
-    Controls and budgets that depend on the activations need a store of them.
+    Controls and budgets that depend on the activations need a store of them. `beside` are other cores to train like
+    this one, by name.
     """
     require_latents(core)
-    d_model = core.encoder_CD.shape[1]
-    sources = {mode: {"": core} | _controls(config, core, mode, store) for mode in config.core_modes}
-    l0 = {mode: _detector_l0(config, mode, core, store) for mode in config.core_modes}
-    specs = []
+    core = with_norm(core, config.core_norm)
+    others = {f"{name}-": with_norm(other, config.core_norm) for name, other in (beside or {}).items()}
+    carriers = [
+        _Carrier(prefix, mode, source, _detector_l0(config, mode, source, store))
+        for mode in config.core_modes
+        for prefix, source in ({"": core} | _controls(config, core, mode, store) | others).items()
+    ]
+    d_model, specs = core.encoder_CD.shape[1], []
     for k in config.k:
-        for mode in config.core_modes:
-            sae = config.sae(d_model, k, mode.core(len(core), _k_noncore(config, k, core, l0[mode])))
-            follows = config.budget is Budget.TOTAL and mode is CoreMode.DENSE
-            for prefix, source in sources[mode].items():
-                specs.append(carrier(f"{prefix}{mode}-k{k}", sae, source, follows))
+        specs += [_carrying(config, k, d_model, one) for one in carriers]
         for baseline in config.baselines:
-            sae = config.sae(d_model, k, None)
-            sae = sae if baseline == "msae" else replace(sae, prefixes=(config.width,))
-            specs.append(SAESpec(f"{baseline}-k{k}", sae))
+            specs += _baseline(config, k, d_model, baseline, len(core))
     return specs
+
+
+class _Carrier(NamedTuple):
+    """A core and how the SAEs that carry it hold it."""
+
+    prefix: str
+    mode: CoreMode
+    core: Core
+    detector_l0: float | None
+
+
+def _carrying(config: TransferConfig, k: int, d_model: int, one: _Carrier) -> SAESpec:
+    k_other = _k_noncore(config, k, one.core, one.detector_l0)
+    sae = config.sae(d_model, k, one.mode.core(len(one.core), k_other))
+    follows = config.budget is Budget.TOTAL and one.mode is CoreMode.DENSE
+    return carrier(f"{one.prefix}{one.mode}-k{k}", sae, one.core, follows)
+
+
+def _baseline(config: TransferConfig, k: int, d_model: int, baseline: Baseline, n_core: int) -> list[SAESpec]:
+    """Return the SAEs without a core that are to stand beside those with one."""
+    sae = config.sae(d_model, k, None)
+    if baseline == "msae":
+        return [SAESpec(f"msae-k{k}", sae)]
+    if baseline == "batchtopk":
+        return [SAESpec(f"batchtopk-k{k}", replace(sae, prefixes=(config.width,)))]
+    prefixes = core_first(sae.prefixes, n_core)
+    ks = enumerate(unconstrained_ks(k, n_core, config.budget), start=1)
+    return [SAESpec(f"unconstrained-{i}-k{k}", replace(sae, k=one, prefixes=prefixes)) for i, one in ks]
+
+
+def unconstrained_ks(k: int, n_core: int, budget: Budget) -> list[int]:
+    """Return sparsities around the L0 of SAEs with a core: about k, or between k and all of the core above it."""
+    if budget is Budget.TOTAL:
+        return [math.floor(0.9 * k) or 1, math.ceil(1.15 * k) + 1]
+    return [k, k + math.ceil(n_core / 2), k + n_core]
 
 
 def _controls(config: TransferConfig, core: Core, mode: CoreMode, store: Store | None) -> dict[str, Core]:
@@ -156,13 +199,15 @@ def transfer(
     store: Store,
     directory: Path | str,
     *,
+    beside: Mapping[str, Core] | None = None,
     source: ActivationSource | None = None,
     progress: Progress = SILENT,
 ) -> list[TrainResult]:
     """Train the SAEs of a transfer in a directory, or what is left of them, and return how each ended.
 
-    They train on the store's activations, or on those of `source`, which must be of the same model, hook and split.
-    Their figures on the store's held-out activations are kept beside each.
+    `beside` are other cores to train in the same way, by name, such as controls. All train on the store's activations,
+    or on those of `source`, which must be of the same model, hook and split. Their figures on the store's held-out
+    activations are kept beside each.
 
     >>> recipe = dmsae.TrainConfig(tokens=25_600, batch_size=128, lr=3e-3)
     >>> config = dmsae.TransferConfig(k=(2, 4), width=64, nesting=(16, 64), baselines=("msae",), train=recipe)
@@ -175,7 +220,7 @@ def transfer(
     if source is not None:
         require_matching(source, store)
         made_from |= {"heldout_store": store.key}
-    specs = sae_specs(config, core, store)
+    specs = sae_specs(config, core, store, beside)
     results = train_together(specs, source or StoreSource(store), directory, config.train, made_from, progress)
     keep_fidelity(directory, results, store, config.train.device, progress)
     return results
