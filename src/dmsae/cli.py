@@ -35,10 +35,13 @@ ENTRIES = {
     "train": Entry("train", "Train one SAE of any kind from a store."),
     "distill": Entry("distill", "Distill a core: train, score, select, restart with only the selected encoder rows."),
     "transfer": Entry("transfer", "Train new SAEs from a core, at many sparsities, beside controls and baselines."),
+    "evaluate": Entry("evaluate", "Measure SAEs on held-out text, beside nulls that show what a worthless one gets."),
     "core": Entry("cores", "Look at cores: show, diff, select, survival, ablate."),
+    "experiment": Entry("experiments", "Questions about the method, answered by runs over several seeds."),
     "status": Entry("status", "Say what a run has done and what is next."),
 }
-"""Every command. Its module has either `COMMANDS`, functions by name, or `command(recipe)` and `run(command)`."""
+"""Every command. Its module has `COMMANDS`, functions by name, or `command(recipe)` and `run(command)`; with both, the
+word after the command says which."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,13 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _app(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     """Return all commands by name; only the one that the arguments name is the real one."""
     app = tyro.extras.SubcommandApp()
-    chosen = next((argument for argument in arguments if not argument.startswith("-")), "")
+    chosen, verb, *_ = *(argument for argument in arguments if not argument.startswith("-")), "", ""
     for name, entry in ENTRIES.items():
         if name != chosen:
             app.command(_placeholder, name=name, help=entry.about)  # type: ignore[call-overload]
             continue
         module = import_module(f"dmsae.commands.{entry.module}")
-        if hasattr(module, "COMMANDS"):
+        if verb in getattr(module, "COMMANDS", {}) or not hasattr(module, "command"):
             _add_group(app, name, entry.about, module.COMMANDS)
         else:
             _add_command(app, name, module.run, module.command(_recipe_in(arguments)))

@@ -1,0 +1,92 @@
+"""What an experiment found: one small JSON file for each part and seed, and the table over seeds."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from dmsae.activations.store import Store
+from dmsae.config import Json
+from dmsae.disk.files import write_json
+from dmsae.errors import CheckpointError, ConfigError
+
+
+class Spread(NamedTuple):
+    """A figure over seeds."""
+
+    mean: float
+    sd: float | None
+    """Standard deviation between seeds; None with one seed."""
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> "Spread | None":
+        """Return the spread of the values that there are; None when there are none."""
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        if not known:
+            return None
+        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+
+
+def result_file(directory: Path, part: str, seed: int) -> Path:
+    """Return where the figures of one part and seed are kept."""
+    return directory / f"{part}-seed-{seed}.json"
+
+
+def kept_or_run(directory: Path, part: str, seed: int, settings: Json, store: Store, run: Callable[[], Json]) -> Json:
+    """Return the figures of a part and seed: those in its file, or those of a run now, which are then kept.
+
+    A file that other settings made is refused.
+    """
+    path = result_file(directory, part, seed)
+    model = f"{store.model.name} at {store.model.hook}"
+    facts: Json = {"part": part, "seed": seed, "settings": settings, "store": store.key, "model": model}
+    facts = json.loads(json.dumps(facts))
+    if path.is_file():
+        kept = _read(path)
+        if changed := [name for name, value in facts.items() if kept.get(name) != value]:
+            raise ConfigError(
+                f"{path} was made with other settings ({', '.join(changed)}). Give another directory, or remove it."
+            )
+        return kept
+    result = facts | {"torch": torch.__version__, "figures": run()}
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(path, result)
+    return result
+
+
+def read_results(directory: Path) -> list[Json]:
+    """Return all figures in a directory, by part and seed."""
+    results = [_read(path) for path in sorted(directory.glob("*-seed-*.json"))]
+    if not results:
+        raise CheckpointError(f"{directory} holds no results of an experiment.")
+    return sorted(results, key=lambda one: (one["part"], one["seed"]))
+
+
+def over_seeds(results: Sequence[Json], part: str, figures: Sequence[str]) -> dict[str, dict[str, Spread | None]]:
+    """Return, for each SAE of a part, the spread of some figures over seeds, in the order of the first seed."""
+    rows: dict[str, list[Json]] = {}
+    for result in results:
+        if result["part"] == part:
+            for row in result["figures"]["rows"]:
+                rows.setdefault(row["sae"], []).append(row)
+    return {
+        name: {figure: Spread.of([row[figure] for row in of_sae]) for figure in figures}
+        for name, of_sae in rows.items()
+    }
+
+
+def _read(path: Path) -> Json:
+    try:
+        result: Json = json.loads(path.read_text(encoding="utf8"))
+        if not {"part", "seed", "figures"} <= set(result):
+            raise ValueError("part, seed or figures is missing")
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is not the result of an experiment: {error}. Remove it and run again."
+        ) from error
+    return result

@@ -1,0 +1,98 @@
+"""One row of an experiment's table: an SAE, what core it carries, and its held-out figures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from dmsae.activations.store import Store
+from dmsae.cores.attribution import Attribution, AttributionConfig, QuantileOver, attribute
+from dmsae.cores.selection import select_core
+from dmsae.devices import training_device
+from dmsae.disk import layout
+from dmsae.distillation.prices import Held, prices
+from dmsae.evaluation.fidelity import kept_fidelity
+from dmsae.sae.sae import SAE
+from dmsae.training.result import TrainResult
+
+
+class Row(NamedTuple):
+    """Figures of one trained SAE; None where a figure has no meaning or no value."""
+
+    sae: str
+    """Its name in the transfer."""
+    n_core: int
+    state: str
+    """How its training ended."""
+    fve: float | None
+    """Held-out variance explained, at inference thresholds, as are the L0s."""
+    fve_prefix0: float | None
+    """The same for the core with prefix-0."""
+    l0_core: float | None
+    l0: float | None
+    """Latents that fire per token, the core included."""
+    median_rate: float | None
+    """Median share of attribution pairs on which a core latent fires."""
+    kept_all: int | None
+    """Core latents that attribution selects again, with its quantile over all positions."""
+    kept_active: int | None
+    """The same over active positions."""
+    price: float | None
+    """FVE lost against an unconstrained SAE at the same L0."""
+    price_prefix0: float | None
+    """The same for core + prefix-0."""
+    attribution_share: float | None
+    """Share of the attribution that the core holds in the pool that it was selected from."""
+
+
+def rows_of(
+    results: Sequence[TrainResult],
+    store: Store,
+    config: AttributionConfig,
+    coverage: float,
+    known: Sequence[Held] = (),
+    device: str = "auto",
+) -> list[Row]:
+    """Return the rows of the SAEs of a transfer, in order."""
+    priced = dict(prices(results, store, known))
+    rows = []
+    for result in results:
+        figures, sae = kept_fidelity(result.directory, store), SAE.load(result.directory)
+        n_core, price = sae.config.n_core, priced.get(result.name)
+        again = _selected_again(result.directory, sae, store, config, coverage, device) if n_core and figures else None
+        rows.append(
+            Row(
+                sae=result.name,
+                n_core=n_core,
+                state=str(result.state),
+                fve=figures.fve if figures else None,
+                fve_prefix0=figures.fve_prefixes[0] if figures else None,
+                l0_core=figures.l0_core if figures else None,
+                l0=figures.l0_core + figures.l0_noncore if figures else None,
+                median_rate=again[0] if again else None,
+                kept_all=again[1] if again else None,
+                kept_active=again[2] if again else None,
+                price=price.price if price else None,
+                price_prefix0=price.price_prefix0 if price else None,
+                attribution_share=price.attribution_share if price else None,
+            )
+        )
+    return rows
+
+
+def _selected_again(
+    directory: Path, sae: SAE, store: Store, config: AttributionConfig, coverage: float, device: str
+) -> tuple[float, int, int]:
+    """Return the core's median firing rate, and how many of it are selected again over all and active positions."""
+    if layout.has_artifact(directory, layout.ATTRIBUTION):
+        scored = Attribution.load(directory)
+    else:
+        scored = attribute(sae.to(training_device(device)), store, config)
+        scored.save(directory)
+    n_core = sae.config.n_core
+    counts = []
+    for over in (QuantileOver.ALL, QuantileOver.ACTIVE):
+        chosen = scored.latents_P[select_core(scored.over(over).scores_P, coverage)]
+        counts.append(int((chosen < n_core).sum()))
+    return float(torch.median(scored.firing_rates_P[:n_core])), counts[0], counts[1]
