@@ -9,6 +9,8 @@ import tyro
 from dmsae.commands.output import out, plain_table
 from dmsae.commands.terminal import TERMINAL
 
+RuleName = Literal["firing_rate", "mean_activation", "random_subset", "principal_components"]
+RandomName = Literal["unit", "norm_matched", "covariance_matched"]
 PartName = Literal["paper", "capped", "consensus", "cycles"]
 
 
@@ -18,6 +20,8 @@ def experiment_controls(
     seeds: tuple[int, ...] = (0, 1, 2),
     parts: tuple[PartName, ...] = ("paper", "capped", "consensus", "cycles"),
     max_rate: float = 0.2,
+    rules: tuple[RuleName, ...] = ("firing_rate", "mean_activation", "random_subset", "principal_components"),
+    random_cores: tuple[RandomName, ...] = ("norm_matched", "covariance_matched"),
     members: int = 4,
     root: Path | None = None,
 ) -> None:
@@ -32,17 +36,21 @@ def experiment_controls(
         parts: paper: the first core as the paper selects it. capped: one without latents that fire often, as
             detectors. consensus: what several SAEs agree on. cycles: distillations, also from a random start.
         max_rate: Cap on the firing rate of latents in a core of detectors.
+        rules: Other rules that choose a core of equal size in the part capped.
+        random_cores: Random directions beside the dense core of the part paper.
         members: SAEs among which a consensus is sought.
         root: Directory of stores. Default: `stores` in the cache directory.
     """
     from dmsae.activations.harvest import Harvest
     from dmsae.commands.recipes import read_sections
     from dmsae.config import to_dict
+    from dmsae.cores.controls import RandomKind, Rule
     from dmsae.experiments.controls import ControlsConfig, Part, run_part
     from dmsae.experiments.results import kept_or_run
 
     sections = read_sections(recipe)
-    config = ControlsConfig(sections.distill, max_rate, members=members)
+    kinds = tuple(RandomKind(kind) for kind in random_cores)
+    config = ControlsConfig(sections.distill, max_rate, tuple(Rule(rule) for rule in rules), kinds, members)
     store = Harvest(sections.harvest, root, TERMINAL).run()
     for seed in seeds:
         for part in map(Part, parts):

@@ -64,6 +64,8 @@ class ControlsConfig:
     """Cap on the firing rate of latents in a core of detectors."""
     rules: tuple[Rule, ...] = OTHER_RULES
     """Other rules that choose a core of equal size in the part `capped`."""
+    random_cores: tuple[RandomKind, ...] = (RandomKind.NORM_MATCHED, RandomKind.COVARIANCE_MATCHED)
+    """Random directions beside the dense core of the part `paper`."""
     members: int = 4
     """SAEs among which a consensus is sought."""
     consensus: ConsensusConfig = field(default_factory=ConsensusConfig)
@@ -128,7 +130,7 @@ def _paper(config: ControlsConfig, store: Store, directory: Path, start: Start, 
         config,
         Part.PAPER,
         core_modes=(CoreMode.DENSE, CoreMode.DETECTOR),
-        random_cores=(RandomKind.NORM_MATCHED, RandomKind.COVARIANCE_MATCHED),
+        random_cores=config.random_cores,
         baselines=("unconstrained",),
     )
     results = transfer(chosen, core, store, directory / Part.PAPER, progress=progress)
