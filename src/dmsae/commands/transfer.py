@@ -85,6 +85,8 @@ def _beside(command: TransferCommand, core: Core, store: Store) -> dict[str, Cor
     """Return the cores of other rules, which need the run that the core came from."""
     if not command.rules:
         return {}
+    if not (command.core / layout.SETTINGS).is_file():
+        raise ConfigError(f"--rules chooses from cycle 0 of a distillation, and {command.core} is none: give its run.")
     return cores_by_rule(command.core, command.rules, len(core), store, command.config.train.seed)
 
 
