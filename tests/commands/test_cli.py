@@ -20,8 +20,10 @@ GROUPS = {
     "store": ("list", "show", "verify", "import", "remove"),
     "core": ("show", "diff", "select", "survival", "ablate"),
 }
-SINGLE = ("harvest", "train", "distill", "transfer", "status")
-COMMANDS = [[], *([name] for name in (*GROUPS, *SINGLE)), *([name, verb] for name in GROUPS for verb in GROUPS[name])]
+SINGLE = ("harvest", "train", "distill", "transfer", "evaluate", "status")
+VERBS = [(name, verb) for name, verbs in GROUPS.items() for verb in verbs]
+VERBS += [("evaluate", verb) for verb in import_module("dmsae.commands.evaluate").COMMANDS]
+COMMANDS = [[], *([name] for name in (*GROUPS, *SINGLE)), *map(list, VERBS)]
 
 
 def test_these_are_all_commands() -> None:

@@ -5,6 +5,8 @@ The figures of a trained SAE are measured once, over the whole held-out split, a
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from dmsae.config import Json
 from dmsae.disk import layout
 from dmsae.disk.files import write_json
 from dmsae.errors import CheckpointError
+from dmsae.evaluation.subject import Dictionary, Subject, require_heldout
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.sae import SAE
 from dmsae.sae.variance import VarianceExplained
@@ -38,6 +41,27 @@ class Fidelity(NamedTuple):
     """Other latents that fire per token."""
 
 
+@dataclass(frozen=True, slots=True)
+class FidelityConfig:
+    """How reconstruction is measured: there is nothing to set, it takes the whole held-out split."""
+
+
+class FidelityResult(NamedTuple):
+    """How well a dictionary reconstructs held-out activations."""
+
+    n_tokens: int
+    fve: float
+    """Fraction of the variance about the mean that the full reconstruction explains; the mean itself explains 0."""
+    fve_prefixes: list[float]
+    """The same for each prefix, the smallest first; the last is `fve`."""
+    cosine: float
+    """Cosine of an activation and its reconstruction, mean over tokens."""
+    l0: float
+    """Latents that fire per token, at inference."""
+    l0_core: float
+    l0_noncore: float
+
+
 @torch.no_grad()
 def fidelity(sae: SAE, store: Store, progress: Progress = SILENT) -> Fidelity | None:
     """Return the figures over all held-out activations of a store, or None when it holds none.
@@ -46,28 +70,68 @@ def fidelity(sae: SAE, store: Store, progress: Progress = SILENT) -> Fidelity | 
     >>> 0 < figures.fve_prefixes[0] < figures.fve < 1
     True
     """
-    explained = VarianceExplained(sae.config.d_model, len(sae.config.prefixes))
-    fired_core = fired = 0
+    reconstruction = _Reconstruction(sae)
     with progress.bar("held-out", store.n_rows(Split.HELDOUT), "tok") as bar:
         for batch in store.batches(Split.HELDOUT, _BATCH):
-            x_BD = batch["x"].to(sae.W_dec)
-            f_BK = sae.encode(x_BD)
-            explained.add(x_BD, *_nested(sae, f_BK))
-            fired += int((f_BK > 0).sum())
-            fired_core += int((f_BK[:, : sae.config.n_core] > 0).sum())
-            bar.advance(len(x_BD))
-    n = explained.n_tokens
-    if not n:
+            reconstruction.add(batch["x"])
+            bar.advance(len(batch["x"]))
+    if not reconstruction.n_tokens:
         return None
-    fractions = explained.fractions()
-    return Fidelity(n, fractions[-1], fractions, fired_core / n, (fired - fired_core) / n)
+    figures = reconstruction.figures()
+    return Fidelity(figures.n_tokens, figures.fve, figures.fve_prefixes, figures.l0_core, figures.l0_noncore)
 
 
-def _nested(sae: SAE, f_BK: Tensor) -> list[Tensor]:
+@torch.no_grad()
+def measure_fidelity(
+    subjects: Sequence[Subject], store: Store, config: FidelityConfig, progress: Progress = SILENT
+) -> list[FidelityResult]:
+    """Return how well each subject reconstructs all held-out activations of a store, read once for all of them."""
+    n_tokens = require_heldout(store, subjects)
+    reconstructions = [_Reconstruction(subject.dictionary) for subject in subjects]
+    with progress.bar("fidelity", n_tokens * len(subjects), "tok") as bar:
+        for batch in store.batches(Split.HELDOUT, _BATCH):
+            for reconstruction in reconstructions:
+                reconstruction.add(batch["x"])
+                bar.advance(len(batch["x"]))
+    return [reconstruction.figures() for reconstruction in reconstructions]
+
+
+class _Reconstruction:
+    """What one dictionary made of many batches."""
+
+    def __init__(self, dictionary: Dictionary) -> None:
+        self._dictionary, config = dictionary, dictionary.config
+        self._explained = VarianceExplained(config.d_model, len(config.prefixes))
+        self._fired_core = self._fired = 0
+        self._cosines = 0.0
+
+    @property
+    def n_tokens(self) -> int:
+        return self._explained.n_tokens
+
+    def add(self, x_BD: Tensor) -> None:
+        """Take in a batch of raw activations."""
+        x_BD = x_BD.to(self._dictionary.W_dec)
+        f_BK = self._dictionary.encode(x_BD)
+        nested = _nested(self._dictionary, f_BK)
+        self._explained.add(x_BD, *nested)
+        self._cosines += float(torch.cosine_similarity(x_BD, nested[-1]).sum(dtype=torch.float64))
+        self._fired += int((f_BK > 0).sum())
+        self._fired_core += int((f_BK[:, : self._dictionary.config.n_core] > 0).sum())
+
+    def figures(self) -> FidelityResult:
+        """Return the figures over everything added."""
+        n, fractions = self.n_tokens, self._explained.fractions()
+        l0, l0_core = self._fired / n, self._fired_core / n
+        return FidelityResult(n, fractions[-1], fractions, self._cosines / n, l0, l0_core, l0 - l0_core)
+
+
+def _nested(dictionary: Dictionary, f_BK: Tensor) -> list[Tensor]:
     """Return the reconstructions of all prefixes, each from the one before it: together they cost one decoding."""
-    reconstructions, start = [sae.b_dec.expand(len(f_BK), -1)], 0
-    for size in sae.config.prefixes:
-        reconstructions.append(torch.addmm(reconstructions[-1], f_BK[:, start:size], sae.W_dec[start:size]))
+    W_dec, start = dictionary.W_dec, 0
+    reconstructions = [dictionary.b_dec.expand(len(f_BK), -1)]
+    for size in dictionary.config.prefixes:
+        reconstructions.append(torch.addmm(reconstructions[-1], f_BK[:, start:size], W_dec[start:size]))
         start = size
     return reconstructions[1:]
 

@@ -1,9 +1,13 @@
 """What is evaluated: a dictionary under a name, be it a trained SAE or a null that shows what a worthless one gets."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store
+from dmsae.errors import ConfigError, StoreError
 from dmsae.sae.config import SAEConfig
 
 
@@ -42,3 +46,16 @@ class Subject(NamedTuple):
     """Name of the subject that this is a null for; empty for a subject in its own right."""
     null_kind: str = ""
     """What kind of null it is."""
+
+
+def require_heldout(store: Store, subjects: Sequence[Subject]) -> int:
+    """Return how many held-out activations a store holds; raise if it has none, or of another width than a subject."""
+    for name, dictionary, *_ in subjects:
+        if dictionary.config.d_model != store.d_model:
+            raise ConfigError(
+                f"The store {store.key} holds activations of width {store.d_model}; {name} takes "
+                f"{dictionary.config.d_model}. Choose a store of the model and hook that it was trained on."
+            )
+    if not (n_tokens := store.n_rows(Split.HELDOUT)):
+        raise StoreError(f"The store {store.key} holds no held-out activations. Harvest with heldout_tokens > 0.")
+    return n_tokens

@@ -1,0 +1,128 @@
+"""`dmsae evaluate`: what SAEs are worth, beside what worthless ones get."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, make_dataclass
+from inspect import cleandoc
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from dmsae.activations.store import Store
+from dmsae.commands.output import number, out, plain_table
+from dmsae.commands.terminal import TERMINAL
+from dmsae.disk import layout
+from dmsae.distillation.inspection import FoundSAE, find_sae
+from dmsae.distillation.matching import open_store_of
+from dmsae.errors import ConfigError
+from dmsae.evaluation.evaluate import EvaluateConfig, Evaluation, evaluate, load_model
+from dmsae.evaluation.measures import MEASURES
+from dmsae.evaluation.nulls import NullConfig, NullKind
+
+
+@dataclass(frozen=True)
+class EvaluateCommand:
+    """Measure SAEs on held-out text, each beside nulls that show what a worthless dictionary gets.
+
+    Every SAE is measured together with dictionaries of its own shape that fire as often and know nothing. The table
+    shows the score, the strongest null, and the part of the way from null to ceiling. All of it is in evaluation.json.
+    Ctrl-C keeps what is finished; the same command resumes, and more SAEs or measures can be added.
+    """
+
+    saes: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Directories of SAEs: of a training, a transfer, a distillation (its last SAE), or of another known format."""
+    store: str = ""
+    """Key of the store whose held-out text is used, or its first letters. Default: the one that the first SAE names."""
+    measures: tuple[str, ...] = EvaluateConfig.measures
+    """What to measure, by name."""
+    nulls: tuple[NullKind, ...] = tuple(NullKind)
+    """The nulls beside each SAE. Fewer are faster; none: `--nulls` alone."""
+    out: Path = Path("evaluation")
+    """Directory for the results."""
+    model: str = ""
+    """Where the base model is now, if it is no longer where the store's activations were harvested from."""
+    device: str = "auto"
+    """Where the base model runs: `cpu`, `cuda`, or `auto`."""
+    root: Path | None = None
+    """Directory of stores. Default: the one that the first SAE's run used."""
+    null: NullConfig = field(default_factory=NullConfig)
+
+
+def command(_recipe: str) -> EvaluateCommand:
+    """Return the command, with a group of flags for each measure."""
+    settings: list[tuple[str, Any, Any]] = [
+        (name, measure.config, field(default_factory=measure.config)) for name, measure in MEASURES.items()
+    ]
+    made: Any = make_dataclass("EvaluateCommand", settings, bases=(EvaluateCommand,), frozen=True)
+    measures = "\n".join(f"- {name}: {measure.about}" for name, measure in MEASURES.items())
+    verbs = "\n".join(f"- dmsae evaluate {verb}: {_first_line(function)}" for verb, function in COMMANDS.items())
+    made.__doc__ = f"{cleandoc(EvaluateCommand.__doc__ or '')}\n\nMeasures:\n{measures}\n\nAlso:\n{verbs}"
+    filled: EvaluateCommand = made(saes=tyro.MISSING)
+    return filled
+
+
+def run(command: EvaluateCommand) -> None:
+    """Evaluate SAEs and print their scores."""
+    settings = {name: getattr(command, name) for name in MEASURES}
+    config = EvaluateConfig(command.measures, command.nulls, command.null, settings)
+    found = find_saes(command.saes)
+    store = store_of(found, command.store, command.root)
+    needs_model = any("model" in MEASURES[name].takes for name in command.measures)
+    model = load_model(store, command.model, command.device, TERMINAL) if needs_model and store.has_text else None
+    saes = {name: one.sae for name, one in found.items()}
+    evaluation = evaluate(saes, store, command.out, config, model, TERMINAL)
+    print_scores(evaluation)
+    out.print(f"Everything is in {command.out / layout.EVALUATION}.")
+
+
+def _first_line(function: Any) -> str:
+    return cleandoc(function.__doc__).splitlines()[0]
+
+
+def find_saes(places: Sequence[Path]) -> dict[str, FoundSAE]:
+    """Return the SAEs in some directories under names that tell them apart."""
+    if not places:
+        raise ConfigError("No SAEs were given. Name the directories of those to evaluate.")
+    found = [find_sae(place) for place in places]
+    names = [_name(one.directory) for one in found]
+    if len(set(names)) < len(names):
+        names = [str(place) for place in places]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{twice[0]} was given more than once. Name every SAE once.")
+    return dict(zip(names, found, strict=True))
+
+
+def _name(directory: Path) -> str:
+    """Return what an SAE is called: its folder, or that of its training when it is just called `sae`."""
+    directory = directory.resolve()
+    return directory.parent.name if directory.name == layout.SAE else directory.name
+
+
+def store_of(found: dict[str, FoundSAE], key: str, root: Path | None) -> Store:
+    """Return the store to evaluate on: the one named, or the one that all SAEs that name one were trained on."""
+    named = {one.made_from.get("store") or one.made_from.get("heldout_store") or "" for one in found.values()} - {""}
+    if not key and len(named) != 1:
+        what = f"The SAEs name {len(named)} stores ({', '.join(sorted(named))})" if named else "No SAE names a store"
+        raise ConfigError(f"{what}. Give the one to evaluate on with --store; 'dmsae store list' shows those here.")
+    first = next(iter(found.values()))
+    return open_store_of(first.directory, key or named.pop(), root)
+
+
+def print_scores(evaluation: Evaluation) -> None:
+    """Print a line for each score of each SAE."""
+    kinds = list(dict.fromkeys(kind for row in evaluation.rows() for kind in row.nulls))
+    table = plain_table(
+        "measure", "figure", "SAE", "score", "null", "ceiling", "part", *(k.replace("_", " ") for k in kinds)
+    )
+    for row in evaluation.rows():
+        figures = (row.score, row.null, row.ceiling, row.part, *(row.nulls.get(kind) for kind in kinds))
+        table.add_row(row.measure, row.figure, row.sae, *map(number, figures))
+    out.print(table)
+    if kinds:
+        out.print("null: the one to beat, nearest to the ceiling. part: of the way from it to the ceiling.")
+    for name, reason in evaluation.not_run.items():
+        out.print(f"{name} has not run. {reason}")
+
+
+COMMANDS: dict[str, Any] = {}
+"""`dmsae evaluate <verb>`: what is no measure of single SAEs."""

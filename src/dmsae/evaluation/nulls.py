@@ -1,0 +1,202 @@
+"""Nulls: what a worthless dictionary gets.
+
+From a trained SAE and a store come dictionaries of the same shape that fire as often and have learned nothing, or only
+half of it. They are evaluated like any other subject; a score means what it has beyond theirs. For the largest cosine
+of a random direction with many others there is a formula: `extreme_value_null`.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store
+from dmsae.config import Json, require, require_whole, to_dict
+from dmsae.cores.statistics import sample_activations
+from dmsae.evaluation.random_firing import Firing, RandomFiring, firing
+from dmsae.evaluation.ridge import ridge_decoder
+from dmsae.evaluation.subject import Dictionary, Subject, require_heldout
+from dmsae.sae.config import SAEConfig, SparseCore
+from dmsae.sae.sae import SAE
+from dmsae.seeds import generator
+
+_VERSION = 1
+"""Raise it when the same settings make other nulls than before: what was measured on them is then measured again."""
+_BATCH = 1024
+_DROPPED_BITS = 12
+"""Of a float32's bits, those that a histogram ignores: what is left tells apart values 0.05 % from each other."""
+
+
+class NullKind(StrEnum):
+    """What a null shares with the SAE that it stands in for."""
+
+    UNTRAINED = "untrained"
+    """Shape and L0: random unit rows for encoder and decoder, as before training; thresholds set to fire as often."""
+    RANDOM_ENCODER = "random_encoder"
+    """Shape and L0: the encoder of the untrained one, frozen, with a decoder fitted to it by ridge regression."""
+    PERMUTED_DECODER = "permuted_decoder"
+    """The encoder, and the decoder rows in another order: permuted within the core and within each prefix group."""
+    RANDOM_FIRING = "random_firing"
+    """The decoder, each latent's firing rate and its mean activation: what fires has nothing to do with x."""
+
+
+@dataclass(frozen=True, slots=True)
+class NullConfig:
+    """How nulls are made."""
+
+    seed: int = 0
+    """Decides random rows, permutations and random firing."""
+    fit_tokens: int = 65_536
+    """Training activations to which the decoder of a random encoder is fitted, at most."""
+    ridge: float = 0.1
+    """Penalty on the squared decoder, as a share of the mean squared activation of a latent."""
+
+    def __post_init__(self) -> None:
+        require_whole("fit_tokens", self.fit_tokens, 2)
+        require(0 < self.ridge < math.inf, "ridge", self.ridge, "be a positive number")
+
+
+class NullMaker:
+    """Makes the nulls of one SAE; what several of them need is computed once."""
+
+    def __init__(self, sae: SAE, store: Store, config: NullConfig | None = None) -> None:
+        require_heldout(store, [Subject("the SAE", sae)])
+        self._sae, self._store, self._config = sae, store, config or NullConfig()
+
+    @property
+    def facts(self) -> Json:
+        """What the nulls depend on, besides the SAE."""
+        return {"version": _VERSION, "store": self._store.key, "config": to_dict(self._config)}
+
+    def make(self, kind: NullKind) -> Dictionary:
+        """Return the null of one kind."""
+        match kind:
+            case NullKind.UNTRAINED:
+                return self._untrained
+            case NullKind.RANDOM_ENCODER:
+                return self._with_fitted_decoder()
+            case NullKind.PERMUTED_DECODER:
+                return permuted_decoder(self._sae, self._config.seed)
+            case NullKind.RANDOM_FIRING:
+                return RandomFiring(self._sae, self._firing, self._config.seed)
+
+    @cached_property
+    def _firing(self) -> Firing:
+        return firing(self._sae, self._store)
+
+    @cached_property
+    def _sample(self) -> Tensor:
+        return sample_activations(self._store, self._config.fit_tokens)
+
+    @cached_property
+    @torch.no_grad()
+    def _untrained(self) -> SAE:
+        """Return a fresh SAE of the same shape whose core and non-core latents fire as often as the SAE's."""
+        config = shape_of(self._sae.config)
+        n_core = config.n_core
+        draws = generator(self._config.seed, "untrained")
+        core_rows = normalize(torch.randn(n_core, config.d_model, generator=draws)) if n_core else None
+        sae = SAE.init(config, draws, core_rows).requires_grad_(False)
+        if core_rows is not None:
+            sae.W_dec[:n_core] = core_rows  # before training, encoder and decoder are tied
+        sae.b_dec.copy_(self._sample.mean(0))
+        for part in (slice(0, n_core), slice(n_core, config.width)):
+            if part.start < part.stop:
+                l0 = float(self._firing.rates_K[part].sum())
+                sae.threshold[part] = threshold_for(l0, sae, part, self._store)
+        return sae.to(self._sae.W_dec)
+
+    @torch.no_grad()
+    def _with_fitted_decoder(self) -> SAE:
+        """Return the untrained SAE with its decoder, and no other part of it, fitted to training activations."""
+        sae = SAE(self._untrained.config).to(self._sae.W_dec).requires_grad_(False)
+        sae.load_state_dict(self._untrained.state_dict())
+        W_dec, b_dec = ridge_decoder(self._untrained, self._sample, self._config.ridge)
+        norms_K = W_dec.norm(dim=1)
+        learned = norms_K > 0  # a latent that never fires on the sample keeps its random row
+        scale_K = norms_K.where(learned, 1.0).to(sae.W_dec)
+        sae.W_dec[learned] = (W_dec[learned] / norms_K[learned, None]).to(sae.W_dec)
+        sae.b_dec.copy_(b_dec)
+        # Decoder rows have unit norm: what the fit makes them longer or shorter, activations are made instead. The
+        # encoder is centred at b_dec, which has moved.
+        sae.b_enc.add_(sae.W_enc @ (sae.b_dec - self._untrained.b_dec)).mul_(scale_K)
+        n_core = sae.config.n_core
+        sae.W_enc_core.mul_(scale_K[:n_core, None])
+        sae.W_enc_noncore.mul_(scale_K[n_core:, None])
+        sae.threshold.mul_(scale_K)
+        return sae
+
+
+def shape_of(config: SAEConfig) -> SAEConfig:
+    """Return the config of a null: the same width, prefixes and core, whose latents may have any threshold."""
+    core = SparseCore(config.n_core) if config.n_core else None
+    return replace(config, core=core, center_input=True)
+
+
+@torch.no_grad()
+def threshold_for(l0: float, sae: SAE, part: slice, store: Store) -> float:
+    """Return the one threshold with which some latents of an SAE have a given L0 on held-out activations.
+
+    It is found from a histogram of their pre-activations, in one pass and without keeping them.
+    """
+    n_bins = 1 << (31 - _DROPPED_BITS)
+    counts = torch.zeros(n_bins, dtype=torch.int64)
+    n_tokens = 0
+    for batch in store.batches(Split.HELDOUT, _BATCH):
+        pre_BK = torch.addmm(sae.b_enc[part], sae.encoder_input(batch["x"]), sae.W_enc[part].T).clamp_(min=0)
+        # The bits of positive floats, read as whole numbers, rise with their values.
+        keys = pre_BK.flatten().view(torch.int32) >> _DROPPED_BITS
+        counts += torch.bincount(keys, minlength=n_bins)
+        n_tokens += len(pre_BK)
+    counts[0] = 0  # what is not positive never fires
+    at_least = counts.flip(0).cumsum(0).flip(0)
+    lowest = int((at_least.double() - l0 * n_tokens).abs().argmin())
+    edge = torch.tensor(lowest << _DROPPED_BITS, dtype=torch.int32).view(torch.float32)
+    return float(torch.nextafter(edge, torch.tensor(0.0)))
+
+
+@torch.no_grad()
+def permuted_decoder(sae: SAE, seed: int = 0) -> SAE:
+    """Return a copy of an SAE whose decoder rows are permuted within the core and within each prefix group."""
+    permuted = SAE(sae.config).to(sae.W_dec).requires_grad_(False)
+    permuted.load_state_dict(sae.state_dict())
+    bounds = sorted({0, sae.config.n_core, *sae.config.prefixes})
+    for low, high in pairwise(bounds):
+        order = torch.randperm(high - low, generator=generator(seed, "permuted decoder", low))
+        permuted.W_dec[low:high] = sae.W_dec[low:high][order.to(sae.W_dec.device)]
+    return permuted
+
+
+def extreme_value_null(n_vectors: int, dimension: float, absolute: bool = False) -> float:
+    """Return the expected largest cosine of a random direction with n − 1 others, n independent unit vectors in all.
+
+    The cosine c of two of them has a density proportional to (1 − c²)^((d − 3) / 2); so (1 + c) / 2 is distributed as
+    Beta((d − 1) / 2, (d − 1) / 2), and c² as Beta(1 / 2, (d − 1) / 2). The largest of n − 1 has the power n − 1 of that
+    distribution function; its mean is an integral over it. `dimension` need not be whole: see `effective_dimension`.
+    """
+    import numpy as np
+    from scipy.integrate import trapezoid
+    from scipy.special import betainc
+
+    require_whole("n_vectors", n_vectors, 2)
+    require(dimension > 1, "dimension", dimension, "be above 1")
+    half = (dimension - 1) / 2
+    cosines = np.linspace(0.0 if absolute else -1.0, 1.0, 200_001)
+    below = betainc(0.5, half, cosines**2) if absolute else betainc(half, half, (1 + cosines) / 2)
+    largest_below = below ** (n_vectors - 1)
+    return float(1 - trapezoid(largest_below, cosines))
+
+
+def effective_dimension(rows_KD: Tensor) -> float:
+    """Return the dimension in which random directions would have the mean squared cosine that these rows have."""
+    unit = normalize(rows_KD.double(), dim=1)
+    unit = unit[unit.norm(dim=1) > 0]
+    n = len(unit)
+    squared = float((unit.T @ unit).square().sum())  # ‖Gram‖² of the rows, the diagonal of ones included
+    return n * (n - 1) / (squared - n)
