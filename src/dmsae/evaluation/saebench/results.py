@@ -1,0 +1,104 @@
+"""What SAEBench found, read back from the files that its plotting reads."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from dmsae.config import Json, to_dict
+from dmsae.disk import layout
+from dmsae.disk.files import write_json
+from dmsae.errors import BenchmarkError
+from dmsae.evaluation.saebench.evals import EVALS
+from dmsae.evaluation.saebench.job import Job, JobSAE
+
+_REQUIRED = (
+    "eval_type_id",
+    "eval_config",
+    "eval_id",
+    "datetime_epoch_millis",
+    "eval_result_metrics",
+    "eval_result_details",
+    "sae_bench_commit_hash",
+    "sae_lens_id",
+    "sae_lens_release_id",
+    "sae_lens_version",
+    "sae_cfg_dict",
+)
+"""What the package's schema asks of every result."""
+
+State = Literal["done", "kept", "failed", "not run"]
+
+
+class Outcome(NamedTuple):
+    """How one eval of one SAE ended."""
+
+    eval: str
+    sae: str
+    state: State
+    figures: dict[str, float]
+    """Headline figures by name; empty unless there is a result."""
+    seconds: float
+    reason: str = ""
+    """Why there is no result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All outcomes of a run, as `summary.json` holds them."""
+
+    model: Json
+    settings: Json
+    """The settings of each eval that was asked for."""
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def not_run(self) -> dict[str, str]:
+        """Return, for each eval without any result, why."""
+        ended: dict[str, str] = {}
+        for outcome in self.outcomes:
+            if outcome.state in ("failed", "not run"):
+                ended.setdefault(outcome.eval, outcome.reason)
+        with_result = {outcome.eval for outcome in self.outcomes if outcome.figures}
+        return {name: reason for name, reason in ended.items() if name not in with_result}
+
+    def save(self, out: Path) -> None:
+        """Write `summary.json`."""
+        outcomes = [outcome._asdict() for outcome in self.outcomes]
+        write_json(out / layout.SUMMARY, {**to_dict(self), "outcomes": outcomes, "not_run": self.not_run()})
+
+
+def read_figures(job: Job, sae: JobSAE) -> dict[str, float]:
+    """Return the headline figures of a result, after checking that it is one of this eval and SAE."""
+    path = job.result(sae)
+    result, record = _read(path), _read(job.record(sae))
+    if missing := [key for key in _REQUIRED if key not in result]:
+        raise BenchmarkError(f"{path} is not a result of SAEBench: it lacks {', '.join(missing)}. Remove it.")
+    if result["sae_lens_release_id"] != sae.name:
+        raise BenchmarkError(f"{path} is the result of {result['sae_lens_release_id']!r}, not of {sae.name!r}.")
+    figures = {name: _number(result["eval_result_metrics"], place) for name, place in EVALS[job.eval].figures.items()}
+    figures |= record.get("figures", {})
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def is_kept(job: Job, sae: JobSAE) -> bool:
+    """Return whether there is a result that was made from the same SAE, model and settings."""
+    if job.force or not (job.result(sae).is_file() and job.record(sae).is_file()):
+        return False
+    return bool(_read(job.record(sae)).get("key") == job.key(sae))
+
+
+def _read(path: Path) -> Json:
+    try:
+        values: Json = json.loads(path.read_text(encoding="utf8"))
+        values.keys()
+    except (OSError, ValueError, AttributeError) as error:
+        raise BenchmarkError(f"{path} cannot be read: {error}. Remove it and run the same command again.") from error
+    return values
+
+
+def _number(metrics: Json, place: str) -> float | None:
+    """Return the number at a dotted place; None where the package has put none."""
+    value: Any = metrics
+    for part in place.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
