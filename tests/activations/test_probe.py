@@ -4,16 +4,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from conftest import Recorder, build_tokenizer
 from dmsae.activations.base_model import BaseModel
+from dmsae.activations.caveats import repeat_warnings
 from dmsae.activations.contexts import Contexts
-from dmsae.activations.harvest import Harvest
+from dmsae.activations.harvest import Harvest, harvest
+from dmsae.activations.importing import import_store
+from dmsae.activations.journal import write_seal
 from dmsae.activations.probe import probe, report
 from dmsae.activations.request import HarvestConfig
+from dmsae.activations.store import Store
 from dmsae.text.tokens import TokenConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,3 +116,27 @@ def test_harvest_and_dry_run_report_it(
         run(Harvest(tiny_config(), tmp_path, recorder))
         assert sum("without a BOS token" in note and "5.00 nats" in note for note in recorder.notes) == 1
         assert sum("Set tokens.prepend_bos" in warning for warning in recorder.warnings) == 1
+
+
+def test_a_store_repeats_what_its_harvest_warned_of(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BaseModel, "losses", losses_with_gain(1.0))
+    first, again = Recorder(), Recorder()
+    made = harvest(tiny_config(pair_tokens=600, heldout_tokens=60), tmp_path, first)
+    repeat_warnings(Store.open(made.path), again)
+    assert again.warnings == first.warnings
+    assert [warning.split()[0] for warning in again.warnings] == ["The", "With"]
+    assert again.notes == []
+
+    write_seal(made.path, made.d_model)  # as an earlier version did, which kept no probe
+    older = Recorder()
+    repeat_warnings(Store.open(made.path), older)
+    assert older.warnings == first.warnings[:1]
+    assert "does not record whether its model misses a BOS token" in older.notes[0]
+
+
+def test_nothing_is_known_about_imported_activations(tmp_path: Path) -> None:
+    recorder = Recorder()
+    repeat_warnings(import_store("cells", np.eye(9, 5, dtype=np.float32), root=tmp_path), recorder)
+    assert (recorder.warnings, recorder.notes) == ([], [])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmsae.activations.request import HarvestConfig
+from dmsae.activations.request import HarvestConfig, HarvestRequest
 from dmsae.activations.splits import Split
 from dmsae.errors import CorpusError
 from dmsae.progress import SILENT, Progress
@@ -142,7 +142,9 @@ def countable(config: HarvestConfig, split: Split, mask: KeepMask, contexts: Con
     return keep_NL & (counted_NL.flip(-1).cumsum(-1).flip(-1) > 0)
 
 
-def warn_of_few_documents(config: HarvestConfig, n_documents: dict[Split, int], progress: Progress) -> None:
+def warn_of_few_documents(
+    config: HarvestConfig | HarvestRequest, n_documents: dict[Split, int], progress: Progress
+) -> None:
     """Warn when pairs or held-out text come from so few documents that all results would describe these."""
     names = {
         Split.PAIRS: ("The pairs come", "pair_tokens"),

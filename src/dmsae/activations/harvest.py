@@ -26,7 +26,7 @@ from dmsae.activations.contexts import (
 )
 from dmsae.activations.identity import ModelIdentity
 from dmsae.activations.journal import FileRecord, rows_by_split
-from dmsae.activations.probe import report
+from dmsae.activations.probe import Probe, report
 from dmsae.activations.request import HarvestConfig, HarvestRequest
 from dmsae.activations.shards import ShardMaker, row_bytes, to_stored_dtypes
 from dmsae.activations.splits import Split
@@ -48,6 +48,7 @@ class Estimate(NamedTuple):
     rows: dict[Split, int]
     size_bytes: dict[Split, int]
     seconds: dict[Split, float]
+    probe: Probe
 
 
 class Harvest:
@@ -80,7 +81,7 @@ class Harvest:
             self._announce(writer, estimate)
             for split in Split:
                 self._fill(writer, split, contexts[split])
-            return writer.finish(estimate.d_model)
+            return writer.finish(estimate.d_model, estimate.probe._asdict())
 
     def estimate(self, contexts: dict[Split, Contexts]) -> Estimate:
         """Return documents, rows, bytes and seconds, from one measured batch of each kind of pass.
@@ -92,7 +93,7 @@ class Harvest:
         documents = {split: one.n_documents for split, one in contexts.items()}
         warn_of_few_documents(self.config, documents, self._progress)
         self._progress.note("Measuring a few contexts to estimate the time …")
-        report(self.model, some, self.config.tokens, self._progress)
+        measured = report(self.model, some, self.config.tokens, self._progress)
         batch = some.take(slice(self.config.batch_contexts))
         maker, n_positions = ShardMaker(self.model, self.config), batch.tokens_NL.numel()
         d_model = self.d_model
@@ -106,7 +107,7 @@ class Harvest:
             rows[split] = self.config.wanted(split)
             size[split] = rows[split] * row_bytes(self.config, split, d_model) + n_tokens * 5
             seconds[split] = n_tokens * seconds_each
-        return Estimate(d_model, documents, rows, size, seconds)
+        return Estimate(d_model, documents, rows, size, seconds, measured)
 
     def dry_run(self) -> Estimate:
         """Return what the harvest would cost, and raise what would stop it; nothing is written."""

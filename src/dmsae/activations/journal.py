@@ -43,6 +43,8 @@ class Seal:
     d_model: int
     journal_sha256: str
     request_sha256: str
+    probe: Json | None = None
+    """What the harvest measured about BOS tokens, see `dmsae.activations.probe`."""
 
 
 def journal_line(record: FileRecord) -> str:
@@ -101,10 +103,10 @@ def rows_by_split(records: Iterable[FileRecord]) -> dict[Split, int]:
     return rows
 
 
-def write_seal(store: Path, d_model: int) -> None:
+def write_seal(store: Path, d_model: int, probe: Json | None = None) -> None:
     """Declare a store complete."""
     journal, request = (sha256_of(store / name) for name in (layout.STORE_JOURNAL, layout.STORE_REQUEST))
-    facts: Json = to_dict(Seal(FORMAT, d_model, journal, request))
+    facts: Json = to_dict(Seal(FORMAT, d_model, journal, request, probe))
     write_json(store / layout.STORE_COMPLETE, facts | {"facts_sha256": canonical_hash(facts)})
 
 

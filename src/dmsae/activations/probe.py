@@ -28,6 +28,8 @@ class Probe(NamedTuple):
     """With contexts as they are."""
     loss_with_bos: float | None
     """With the BOS token before each context; None if it is there already, or does not exist."""
+    bos: str
+    """The text of the BOS token; empty if there is none."""
 
 
 def probe(model: BaseModel, contexts: Contexts, config: TokenConfig) -> Probe:
@@ -35,26 +37,32 @@ def probe(model: BaseModel, contexts: Contexts, config: TokenConfig) -> Probe:
     chosen = contexts.take(torch.linspace(0, len(contexts) - 1, min(_CONTEXTS, len(contexts))).long())
     tokens_NL = chosen.tokens_NL
     counted_NL = model.keep_mask.targets(tokens_NL, chosen.starts_NL)
-    bos = model.tokenizer.bos_token_id
+    bos, text = model.tokenizer.bos_token_id, model.tokenizer.bos_token or ""
     if bos is None or prepends_bos(model.tokenizer, config) or tokens_NL.shape[1] < 3:
-        return Probe(len(chosen), _mean_loss(model, tokens_NL, counted_NL), None)
+        return Probe(len(chosen), _mean_loss(model, tokens_NL, counted_NL), None, text)
     # The BOS token takes the place of the last one: contexts keep their length, which may be the model's limit. Both
     # losses are of the same targets.
     counted_NL[:, -2:] = False
     moved_NL = F.pad(tokens_NL[:, :-1], (1, 0), value=bos)
     with_bos = _mean_loss(model, moved_NL, F.pad(counted_NL[:, :-1], (1, 0)))
-    return Probe(len(chosen), _mean_loss(model, tokens_NL, counted_NL), with_bos)
+    return Probe(len(chosen), _mean_loss(model, tokens_NL, counted_NL), with_bos, text)
 
 
-def report(model: BaseModel, contexts: Contexts, config: TokenConfig, progress: Progress) -> None:
+def report(model: BaseModel, contexts: Contexts, config: TokenConfig, progress: Progress) -> Probe:
     """Say how contexts start and what the model's loss is; warn when a BOS token would lower it markedly."""
     measured = probe(model, contexts, config)
     progress.note(
         f"{_decision(model, config)} Mean next-token loss on {measured.n_contexts} contexts: {measured.loss:.2f} nats."
     )
+    warn_of_missing_bos(measured, progress)
+    return measured
+
+
+def warn_of_missing_bos(measured: Probe, progress: Progress) -> None:
+    """Warn when a BOS token would lower the loss markedly."""
     if measured.loss_with_bos is not None and measured.loss - measured.loss_with_bos > _MARKED_NATS:
         progress.warn(
-            f"With the BOS token {model.tokenizer.bos_token!r} before each context, the mean next-token loss would be "
+            f"With the BOS token {measured.bos!r} before each context, the mean next-token loss would be "
             f"{measured.loss_with_bos:.2f} instead of {measured.loss:.2f} nats: this model expects it. Set "
             "tokens.prepend_bos (--tokens.prepend-bos True)."
         )

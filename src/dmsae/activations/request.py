@@ -74,11 +74,7 @@ class HarvestConfig:
 
     def wanted(self, split: Split) -> int:
         """Return how many activations of a split are asked for."""
-        return {
-            Split.PAIRS: self.pair_tokens,
-            Split.HELDOUT: self.heldout_tokens,
-            Split.TRAIN: self.train_tokens,
-        }[split]
+        return _wanted(self, split)
 
     def shard_contexts(self, split: Split) -> int:
         """Return how many contexts a shard of a split is made from."""
@@ -136,6 +132,10 @@ class HarvestRequest:
         """The store's name."""
         return _key(self)
 
+    def wanted(self, split: Split) -> int:
+        """Return how many activations of a split were asked for."""
+        return _wanted(self, split)
+
 
 @dataclass(frozen=True, slots=True)
 class ImportRequest:
@@ -173,6 +173,14 @@ def read_request(store: Path) -> StoreRequest:
             f"{store / layout.STORE_REQUEST} is not a request that this version of dmsae reads: {first_line(error)}. "
             f"{remedy(store)}"
         ) from error
+
+
+def _wanted(harvest: HarvestConfig | HarvestRequest, split: Split) -> int:
+    return {
+        Split.PAIRS: harvest.pair_tokens,
+        Split.HELDOUT: harvest.heldout_tokens,
+        Split.TRAIN: harvest.train_tokens,
+    }[split]
 
 
 def _key(request: StoreRequest) -> str:

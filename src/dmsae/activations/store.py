@@ -38,7 +38,7 @@ from dmsae.activations.journal import (
 )
 from dmsae.activations.request import HarvestRequest, StoreRequest, read_request
 from dmsae.activations.splits import Split
-from dmsae.config import to_dict
+from dmsae.config import Json, to_dict
 from dmsae.disk import layout
 from dmsae.disk.files import write_bytes, write_json, write_tensors
 from dmsae.errors import StoreCorruptError, StoreError
@@ -77,10 +77,10 @@ class StoreWriter:
         self.path.rename(path)
         self.path = path
 
-    def finish(self, d_model: int) -> "Store":
+    def finish(self, d_model: int, probe: Json | None = None) -> "Store":
         """Declare the store complete; its journal lists files in the same order, whatever the order of making."""
         write_bytes(self.path / layout.STORE_JOURNAL, journal_bytes(in_order(self.records.values())))
-        write_seal(self.path, d_model)
+        write_seal(self.path, d_model, probe)
         return Store.open(self.path)
 
 
@@ -94,17 +94,20 @@ class Store:
     torch.Size([64, 16])
     """
 
-    def __init__(self, path: Path, request: StoreRequest, d_model: int, records: list[FileRecord]) -> None:
+    def __init__(
+        self, path: Path, request: StoreRequest, d_model: int, records: list[FileRecord], probe: Json | None = None
+    ) -> None:
         self.path = path
         self.request = request
         self.d_model = d_model
         self.records = records
+        self.probe = probe
 
     @classmethod
     def open(cls, path: Path) -> "Store":
         """Open a store; one that is missing, incomplete or of another format is an error that says what to do."""
         seal = read_seal(path)
-        return cls(path, read_request(path), seal.d_model, read_journal(path))
+        return cls(path, read_request(path), seal.d_model, read_journal(path), seal.probe)
 
     @property
     def key(self) -> str:
