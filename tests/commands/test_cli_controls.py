@@ -63,13 +63,16 @@ def test_rules_need_the_distillation_that_they_choose_from(
 def test_an_experiment_goes_on_where_it_stopped_and_shows_its_figures(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["experiment", "controls", "--recipe", recipe, "--out", "controls", "--parts", "paper"]
+    asked = ["experiment", "price", "--preset", "smoke", "--recipe", recipe, "--out", "price", "--parts", "paper"]
     main([*asked, "--seeds", "0"])
-    first = Path("controls/results/paper-seed-0.json").read_bytes()
+    first = Path("price/results/paper-seed-0.json").read_bytes()
     main([*asked, "--seeds", "0", "1"])
-    assert Path("controls/results/paper-seed-0.json").read_bytes() == first
+    assert Path("price/results/paper-seed-0.json").read_bytes() == first
     assert "paper (seeds 0, 1)" in capsys.readouterr().out
-    main(["experiment", "show", "controls/results", "--markdown"])
+    with pytest.raises(SystemExit):
+        main(["experiment", "tau", *asked[2:], "--seeds", "0"])
+    assert "be among those of the experiment: tau" in capsys.readouterr().err
+    main(["experiment", "show", "price/results", "--markdown"])
     printed = capsys.readouterr().out
     assert "| dense-k4 |" in printed
     assert "±" in printed

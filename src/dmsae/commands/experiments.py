@@ -1,63 +1,78 @@
 """`dmsae experiment …`: questions about the method, answered by runs over several seeds."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from dmsae.commands.output import out, plain_table
 from dmsae.commands.terminal import TERMINAL
 
-RuleName = Literal["firing_rate", "mean_activation", "random_subset", "principal_components"]
-RandomName = Literal["unit", "norm_matched", "covariance_matched"]
-PartName = Literal["paper", "capped", "consensus", "cycles"]
+Name = Literal["cycles", "tau", "sparsity", "random-core", "selection", "price", "all"]
 
 
-def experiment_controls(
-    directory: Annotated[Path, tyro.conf.arg(name="out")],
-    recipe: str = "demo",
-    seeds: tuple[int, ...] = (0, 1, 2),
-    parts: tuple[PartName, ...] = ("paper", "capped", "consensus", "cycles"),
-    max_rate: float = 0.2,
-    rules: tuple[RuleName, ...] = ("firing_rate", "mean_activation", "random_subset", "principal_components"),
-    random_cores: tuple[RandomName, ...] = ("norm_matched", "covariance_matched"),
-    members: int = 4,
-    root: Path | None = None,
-) -> None:
-    """Distilled cores beside random ones, other selection rules, a consensus, and SAEs that keep nothing.
+@dataclass(frozen=True)
+class ExperimentCommand:
+    """Answer a question about the method, by runs over several seeds.
 
-    Each part and seed is run by itself and kept as a small JSON file; the same command goes on where it stopped.
+    cycles: does a subset of the first core persist, more than from a random start? tau: how much attribution must a
+    core hold? sparsity: at which k is most carried over? random-core: does a random core decay while a distilled one
+    stays in use? selection: what does gradient × activation buy over simpler rules? price: how many latents can be
+    kept, at what price, by every rule, freeze and number of cycles, beside random controls? all: everything.
 
-    Args:
-        directory: Directory for the runs; the figures are in its folder `results`.
-        recipe: Sizes of everything, from its tables [harvest] and [distill].
-        seeds: A whole repetition for each: initial weights, order of activations, random controls.
-        parts: paper: the first core as the paper selects it. capped: one without latents that fire often, as
-            detectors. consensus: what several SAEs agree on. cycles: distillations, also from a random start.
-        max_rate: Cap on the firing rate of latents in a core of detectors.
-        rules: Other rules that choose a core of equal size in the part capped.
-        random_cores: Random directions beside the dense core of the part paper.
-        members: SAEs among which a consensus is sought.
-        root: Directory of stores. Default: `stores` in the cache directory.
+    Each part and seed is kept as a small JSON file as it ends. The same command goes on where it stopped, and
+    experiments in one directory share their runs.
     """
+
+    name: Annotated[Name, tyro.conf.Positional]
+    """Which question."""
+    out: Path
+    """Directory for the runs; the figures are in its folder `results`."""
+    preset: Literal["smoke", "small", "medium", "paper"] = "small"
+    """smoke: to see that it runs. small: an hour or less each on two cores, at the demo's size. medium: the same grids
+    at the default recipe's size. paper: the paper's model and sizes, which the authors of dmsae have not run."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """A whole repetition for each: initial weights, order of activations, random controls."""
+    parts: tuple[str, ...] = ()
+    """Only these parts of the experiment. Empty: all of them."""
+    recipe: str = ""
+    """Take the sizes from another recipe than the preset's: one that ships with dmsae, by name, or a .toml file."""
+    root: Path | None = None
+    """Directory of stores. Default: `stores` in the cache directory."""
+
+
+def command(recipe: str) -> ExperimentCommand:
+    """Return the command with its defaults."""
+    ask: Any = tyro.MISSING
+    return ExperimentCommand(name=ask, out=ask, recipe=recipe)
+
+
+def run(command: ExperimentCommand) -> None:
+    """Run what is left of an experiment, then show its figures."""
     from dmsae.activations.harvest import Harvest
     from dmsae.commands.recipes import read_sections
-    from dmsae.config import to_dict
-    from dmsae.cores.controls import RandomKind, Rule
-    from dmsae.experiments.controls import ControlsConfig, Part, run_part
+    from dmsae.config import require
+    from dmsae.experiments.catalog import EXPERIMENTS, PARTS, settings_of
+    from dmsae.experiments.grid import GRIDS, RECIPES, Preset
+    from dmsae.experiments.lab import Lab
     from dmsae.experiments.results import kept_or_run
 
-    sections = read_sections(recipe)
-    kinds = tuple(RandomKind(kind) for kind in random_cores)
-    config = ControlsConfig(sections.distill, max_rate, tuple(Rule(rule) for rule in rules), kinds, members)
-    store = Harvest(sections.harvest, root, TERMINAL).run()
-    for seed in seeds:
-        for part in map(Part, parts):
+    preset = Preset(command.preset)
+    names = list(EXPERIMENTS) if command.name == "all" else [command.name]
+    parts = list(dict.fromkeys(part for name in names for part in EXPERIMENTS[name].parts))
+    unknown = [part for part in command.parts if part not in parts]
+    require(not unknown, "parts", unknown, f"be among those of the experiment: {', '.join(parts)}")
+    sections = read_sections(command.recipe or RECIPES[preset])
+    store = Harvest(sections.harvest, command.root, TERMINAL).run()
+    lab, grid = Lab(store, sections.distill, command.out / "runs", TERMINAL), GRIDS[preset]
+    for part in command.parts or parts:
+        for seed in command.seeds:
             TERMINAL.note(f"Part {part}, seed {seed}")
-            work = partial(run_part, part, config, store, directory / f"seed-{seed}", seed, TERMINAL)
-            kept_or_run(directory / "results", part, seed, to_dict(config), store, work)
-    experiment_show(directory / "results")
+            work = partial(PARTS[part], lab, grid, seed)
+            kept_or_run(command.out / "results", part, seed, settings_of(lab, grid), work)
+    experiment_show(command.out / "results")
 
 
 def experiment_show(results: Annotated[Path, tyro.conf.Positional], markdown: bool = False) -> None:
@@ -73,6 +88,7 @@ def experiment_show(results: Annotated[Path, tyro.conf.Positional], markdown: bo
     for table in tables(read_results(results)):
         if markdown:
             out.print(table.markdown(), soft_wrap=True, markup=False, highlight=False)
+            out.print()
             continue
         shown = plain_table(*table.header)
         for row in table.rows:
@@ -81,4 +97,4 @@ def experiment_show(results: Annotated[Path, tyro.conf.Positional], markdown: bo
         out.print(shown)
 
 
-COMMANDS = {"controls": experiment_controls, "show": experiment_show}
+COMMANDS = {"show": experiment_show}

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from dmsae.activations.store import Store
 from dmsae.config import Json
 from dmsae.disk.files import write_json
+from dmsae.disk.run import differences
 from dmsae.errors import CheckpointError, ConfigError
 
 
@@ -37,20 +37,20 @@ def result_file(directory: Path, part: str, seed: int) -> Path:
     return directory / f"{part}-seed-{seed}.json"
 
 
-def kept_or_run(directory: Path, part: str, seed: int, settings: Json, store: Store, run: Callable[[], Json]) -> Json:
+def kept_or_run(directory: Path, part: str, seed: int, settings: Json, run: Callable[[], Json]) -> Json:
     """Return the figures of a part and seed: those in its file, or those of a run now, which are then kept.
 
     A file that other settings made is refused.
     """
     path = result_file(directory, part, seed)
-    model = f"{store.model.name} at {store.model.hook}"
-    facts: Json = {"part": part, "seed": seed, "settings": settings, "store": store.key, "model": model}
-    facts = json.loads(json.dumps(facts))
+    facts: Json = json.loads(json.dumps({"part": part, "seed": seed, "settings": settings}))
     if path.is_file():
         kept = _read(path)
-        if changed := [name for name, value in facts.items() if kept.get(name) != value]:
+        changed = differences(kept.get("settings", {}), facts["settings"])
+        if changed:
+            shown = "\n  ".join(changed)
             raise ConfigError(
-                f"{path} was made with other settings ({', '.join(changed)}). Give another directory, or remove it."
+                f"{path} was made with other settings:\n  {shown}\nGive another directory, or remove the file."
             )
         return kept
     result = facts | {"torch": torch.__version__, "figures": run()}

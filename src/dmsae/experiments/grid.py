@@ -1,0 +1,98 @@
+"""How much an experiment varies: the grids of the presets."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from dmsae.cores.consensus import ConsensusConfig
+from dmsae.cores.controls import RandomKind, Rule
+from dmsae.cores.norms import CoreNorm
+
+
+class Preset(StrEnum):
+    """How large an experiment is."""
+
+    SMOKE = "smoke"
+    """To see that it runs: minutes for all of them together."""
+    SMALL = "small"
+    """An hour or less each on two CPU cores."""
+    MEDIUM = "medium"
+    """The grids of `small` at the size of the default recipe."""
+    PAPER = "paper"
+    """The paper's model and sizes. The authors of dmsae have not run it."""
+
+
+RECIPES = {Preset.SMOKE: "smoke", Preset.SMALL: "demo", Preset.MEDIUM: "default", Preset.PAPER: "gemma-2-2b"}
+"""Which recipe gives the sizes of a preset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What the parts vary. Multiples are of what the recipe says."""
+
+    max_rate: float = 0.2
+    """Cap on the firing rate of latents in a core of detectors."""
+    rules: tuple[Rule, ...] = (
+        Rule.FIRING_RATE,
+        Rule.MEAN_ACTIVATION,
+        Rule.RANDOM_SUBSET,
+        Rule.PRINCIPAL_COMPONENTS,
+    )
+    """Other rules that choose a core of equal size."""
+    random_cores: tuple[RandomKind, ...] = (RandomKind.NORM_MATCHED, RandomKind.COVARIANCE_MATCHED)
+    """Random directions beside a dense core."""
+    members: int = 4
+    """SAEs among which a consensus is sought."""
+    consensus: ConsensusConfig = field(default_factory=ConsensusConfig)
+    cycles: int = 4
+    """Cycles of the distillations whose cores are followed from cycle to cycle."""
+    coverages: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
+    """τ, in the part `tau`."""
+    k_factors: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    """Sparsities of the part `sparsity`."""
+    norms: tuple[CoreNorm, ...] = ("unit", "found", 2.0, 3.0)
+    """Norms of frozen rows, in the part `random-core`."""
+    random_k_factors: tuple[float, ...] = (1.0, 5.0)
+    """Sparsities of the part `random-core`."""
+    benchmark_k_factors: tuple[float, ...] = (0.5, 1.0, 2.0)
+    """Sparsities of the part `benchmark`."""
+    token_factors: tuple[float, ...] = (1.0, 3.0)
+    """Lengths of training in the part `consistency`."""
+    ablated: int = 32
+    """Latents that are ablated, in the part `selection`."""
+    ablation_contexts: int = 64
+    """Contexts in which each is."""
+
+
+GRIDS = {
+    Preset.SMOKE: Grid(
+        rules=(Rule.FIRING_RATE,),
+        random_cores=(RandomKind.NORM_MATCHED,),
+        members=2,
+        consensus=ConsensusConfig(min_similarity=0.05),
+        max_rate=0.5,
+        cycles=2,
+        coverages=(0.5, 0.9),
+        k_factors=(1.0, 2.0),
+        norms=("found", 2.0),
+        random_k_factors=(1.0,),
+        benchmark_k_factors=(1.0,),
+        token_factors=(1.0,),
+        ablated=4,
+        ablation_contexts=4,
+    ),
+    Preset.SMALL: Grid(),
+    Preset.MEDIUM: Grid(),
+    Preset.PAPER: Grid(
+        coverages=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+        cycles=7,
+        k_factors=(0.0625, 0.125, 0.25, 0.5, 1.0, 2.0),
+        benchmark_k_factors=(0.0625, 0.125, 0.25, 0.5, 1.0, 2.0),
+        random_k_factors=(1.0,),
+        token_factors=(1.0,),
+    ),
+}
+
+
+def scaled(k: int, factor: float) -> int:
+    """Return a sparsity that is a multiple of another, at least 1."""
+    return max(1, round(k * factor))

@@ -1,0 +1,112 @@
+"""Where experiments work: one store, one directory of runs, and every run named by what it is.
+
+Two experiments that ask for the same distillation, transfer or training share it, and an interrupted one is resumed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from dmsae.activations.sources import StoreSource
+from dmsae.activations.store import Store
+from dmsae.config import Json, to_dict
+from dmsae.cores.attribution import Attribution, attribute
+from dmsae.cores.core import Core, Provenance
+from dmsae.cores.selection import next_core
+from dmsae.devices import training_device
+from dmsae.disk import layout
+from dmsae.disk.files import canonical_hash
+from dmsae.distillation.config import Cycle0, DistillConfig
+from dmsae.distillation.distill import Distillation, distill
+from dmsae.distillation.prices import Held
+from dmsae.distillation.transfer import TransferConfig, keep_fidelity, transfer
+from dmsae.evaluation.price import attribution_share
+from dmsae.experiments.rows import rows_of
+from dmsae.progress import SILENT, Progress
+from dmsae.sae.sae import SAE
+from dmsae.seeds import derive_seed
+from dmsae.training.config import TrainConfig
+from dmsae.training.learner import SAESpec
+from dmsae.training.metrics import read_metrics
+from dmsae.training.result import TrainResult
+from dmsae.training.trainer import train_together
+
+
+class Start(NamedTuple):
+    """The SAE of cycle 0 and its scores, which cores are selected from."""
+
+    directory: Path
+    sae: SAE
+    attribution: Attribution
+
+
+class Lab:
+    """A store, the settings that an experiment departs from, and the runs made so far."""
+
+    def __init__(self, store: Store, base: DistillConfig, directory: Path, progress: Progress = SILENT) -> None:
+        self.store, self.base, self._directory, self._progress = store, base, directory, progress
+
+    def train(self, specs: Sequence[SAESpec], train: TrainConfig) -> list[TrainResult]:
+        """Train SAEs together, and measure them on held-out activations."""
+        what = {"saes": {spec.name: spec.settings() for spec in specs}, "train": train.result_settings()}
+        here = self._place("train", what)
+        results = train_together(specs, StoreSource(self.store), here, train, progress=self._progress)
+        keep_fidelity(here, results, self.store, train.device, self._progress)
+        return results
+
+    def start(self, config: DistillConfig) -> Start:
+        """Return the SAE that a distillation would have in cycle 0, with its scores."""
+        train = replace(config.train, seed=derive_seed(config.seed, "cycle", 0))
+        (result,) = self.train([SAESpec(layout.SAE, config.sae(self.store.d_model, 0))], train)
+        here = result.directory.parent
+        if not layout.has_artifact(here, layout.ATTRIBUTION):
+            sae = SAE.load(result.directory).to(training_device(train.device))
+            attribute(sae, self.store, config.attribution).save(here)
+        return Start(here, SAE.load(result.directory), Attribution.load(here))
+
+    def first_core(self, config: DistillConfig) -> Core:
+        """Return the core that is selected after cycle 0."""
+        start, provenance = self.start(config), Provenance.of(self.store, config.result_settings())
+        return next_core(None, start.sae, start.attribution, 0, config.coverage, provenance, config.max_rate)
+
+    def held(self, core: Core, config: DistillConfig) -> Held:
+        """Return the share of the attribution of cycle 0 that a core selected from it holds."""
+        return Held(core, attribution_share(core, self.start(config).attribution))
+
+    def distill(self, config: DistillConfig) -> tuple[Distillation, Path]:
+        """Run a distillation, from the SAE of cycle 0 that all with the same settings share; return it and its run."""
+        source = Cycle0(source=str(self.start(config).directory / layout.SAE))
+        config = replace(config, cycle0=source)
+        what = {"distill": {name: v for name, v in to_dict(config).items() if name != "cycle0"}, "start": source.source}
+        here = self._place("distill", what)
+        return distill(config, self.store, here, progress=self._progress), here
+
+    def transfer(
+        self, config: TransferConfig, core: Core, beside: Mapping[str, Core] | None = None
+    ) -> list[TrainResult]:
+        """Train SAEs from a core, and from others beside it."""
+        cores = {name: one.digest() for name, one in {"": core, **(beside or {})}.items()}
+        here = self._place("transfer", {"transfer": to_dict(config), "cores": cores})
+        return transfer(config, core, self.store, here, beside=beside, progress=self._progress)
+
+    def transfer_config(self, config: DistillConfig, purpose: str, **settings: object) -> TransferConfig:
+        """Return a transfer of the same shape and training as a distillation, with a seed for its purpose."""
+        train = replace(config.train, seed=derive_seed(config.seed, purpose))
+        shape = {"k": (config.k,), "width": config.width, "nesting": config.nesting}
+        return TransferConfig(**{**shape, "center_input": config.center_input, "train": train, **settings})  # type: ignore[arg-type]
+
+    def rows(self, results: Sequence[TrainResult], config: DistillConfig, known: Sequence[Held] = ()) -> list[Json]:
+        """Return the figures of trained SAEs."""
+        rows = rows_of(results, self.store, config.attribution, config.coverage, known, config.train.device)
+        return [row._asdict() for row in rows]
+
+    def _place(self, kind: str, what: Json) -> Path:
+        return self._directory / f"{kind}-{canonical_hash({'store': self.store.key, **what})[:16]}"
+
+
+def curves(result: TrainResult) -> Json:
+    """Return how an SAE did through training: steps, loss, variance explained, activity of the core and the others."""
+    names = ("step", "loss", "fve", "l0_core", "l0_noncore")
+    metrics = read_metrics(result.directory)
+    return {name: [round(float(getattr(one, name)), 6) for one in metrics] for name in names}

@@ -1,0 +1,58 @@
+"""Detectors of latents that do not fire often, at a total L0 of k, beside every other way to choose as many.
+
+Random detectors have the same firing rates and mean activations. Other rules choose among the same candidates.
+"""
+
+from dataclasses import replace
+
+from dmsae.config import Json
+from dmsae.cores.controls import RandomKind, core_by_rule
+from dmsae.cores.core import Core, Provenance
+from dmsae.distillation.config import DistillConfig
+from dmsae.distillation.transfer import Budget, TransferConfig, sae_specs
+from dmsae.errors import ConfigError
+from dmsae.experiments.grid import Grid
+from dmsae.experiments.lab import Lab
+from dmsae.sae.config import CoreMode
+
+
+def run(lab: Lab, grid: Grid, seed: int) -> Json:
+    """Return the rows of one seed, and why a rule's core did not fit the budget."""
+    config = replace(lab.base, seed=seed, max_rate=grid.max_rate)
+    core = lab.first_core(config)
+    chosen = detectors(lab, config, "capped")
+    beside, left_out = _fitting(lab, chosen, _by_rules(lab, grid, config, len(core)))
+    known = [lab.held(one, config) for one in (core, *beside.values())]
+    return {"rows": lab.rows(lab.transfer(chosen, core, beside), config, known), "left_out": left_out}
+
+
+def detectors(lab: Lab, config: DistillConfig, purpose: str) -> TransferConfig:
+    """Return a transfer of detectors at a total L0 of k, beside random ones and SAEs that keep nothing."""
+    return lab.transfer_config(
+        config,
+        purpose,
+        core_modes=(CoreMode.DETECTOR,),
+        budget=Budget.TOTAL,
+        random_cores=(RandomKind.NORM_MATCHED,),
+        baselines=("unconstrained",),
+    )
+
+
+def _by_rules(lab: Lab, grid: Grid, config: DistillConfig, n: int) -> dict[str, Core]:
+    start, provenance = lab.start(config), Provenance.of(lab.store, config.result_settings())
+    pool = start.attribution.among(start.attribution.firing_rates_P <= grid.max_rate)
+    return {
+        str(rule): core_by_rule(rule, start.sae, pool, n, lab.store, provenance, config.seed) for rule in grid.rules
+    }
+
+
+def _fitting(lab: Lab, chosen: TransferConfig, cores: dict[str, Core]) -> tuple[dict[str, Core], Json]:
+    """Return the cores that fit the total budget, and why the others do not."""
+    fitting, left_out = {}, {}
+    for name, core in cores.items():
+        try:
+            sae_specs(chosen, core, lab.store)
+            fitting[name] = core
+        except ConfigError as error:
+            left_out[name] = str(error)
+    return fitting, left_out

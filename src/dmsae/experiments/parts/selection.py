@@ -1,0 +1,50 @@
+"""What gradient × activation buys: the latents that each rule chooses, judged by ablating them.
+
+Ablation measures how much the loss changes without a latent, in place of a first-order estimate: it is the arbiter.
+SAEs that carry the cores of other rules are in the part `capped`.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from dmsae.activations.base_model import BaseModel, ModelConfig
+from dmsae.config import Json, from_dict, to_dict
+from dmsae.cores.ablation import AblationConfig, ablate
+from dmsae.cores.attribution import Attribution
+from dmsae.cores.controls import Rule
+from dmsae.cores.ranking import spearman
+from dmsae.experiments.grid import Grid
+from dmsae.experiments.lab import Lab
+
+_CRITERIA = (Rule.ATTRIBUTION, Rule.FIRING_RATE, Rule.MEAN_ACTIVATION)
+"""Rules that rank candidates; the others choose any, or none of them."""
+
+
+def run(lab: Lab, grid: Grid, seed: int) -> Json:
+    """Return how each rule's ranking agrees with ablation, and the loss that the latents it prefers account for."""
+    config = replace(lab.base, seed=seed)
+    start = lab.start(config)
+    names = ("name", "revision", "hook", "dtype")
+    model = BaseModel.load(from_dict(ModelConfig, {name: to_dict(lab.store.model)[name] for name in names}))
+    asked = AblationConfig(n_latents=grid.ablated, n_contexts=grid.ablation_contexts)
+    measured = ablate(start.sae, lab.store, model, start.attribution, asked)
+    effect = measured.scores_P.double()
+    scored = start.attribution.among(torch.isin(start.attribution.latents_P, measured.latents_P))
+    rules, half = [], max(1, len(effect) // 2)
+    for rule in _CRITERIA:
+        ranked = _criterion(rule, scored)
+        best = ranked.argsort(descending=True, stable=True)[:half]
+        share = float(effect[best].sum() / effect.sum())
+        rules.append({"rule": str(rule), "spearman": spearman(ranked, effect), "share_of_effect": share})
+    ceiling = float(effect.sort(descending=True).values[:half].sum() / effect.sum())
+    chance = half / len(effect)
+    return {"rows": [], "rules": rules, "n_ablated": len(effect), "chosen": half, "ceiling": ceiling, "chance": chance}
+
+
+def _criterion(rule: Rule, scored: Attribution) -> torch.Tensor:
+    if rule is Rule.ATTRIBUTION:
+        return scored.scores_P
+    if rule is Rule.FIRING_RATE or scored.mean_activations_P is None:
+        return scored.firing_rates_P
+    return scored.mean_activations_P * scored.firing_rates_P

@@ -1,0 +1,156 @@
+"""The parts of experiments, whole but small: what each gives, what is kept, and that it is not run again."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from dmsae.config import Json
+from dmsae.cores.attribution import AttributionConfig
+from dmsae.distillation.config import DistillConfig
+from dmsae.errors import CheckpointError, ConfigError
+from dmsae.experiments.catalog import EXPERIMENTS, PARTS, settings_of
+from dmsae.experiments.grid import GRIDS, Preset
+from dmsae.experiments.lab import Lab
+from dmsae.experiments.results import Spread, kept_or_run, over_seeds, read_results, result_file
+from dmsae.experiments.tables import tables, text
+from dmsae.training.config import TrainConfig
+from planted import Planted, planted_store
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TRAIN = TrainConfig(tokens=60 * 64, batch_size=64, lr=3e-3, log_every=30, device="cpu")
+BASE = DistillConfig(
+    width=64, k=6, nesting=(16, 64), cycles=1, attribution=AttributionConfig(n_bootstrap=0), train=TRAIN
+)
+GRID = GRIDS[Preset.SMOKE]
+ON_PLANTED = [name for name in PARTS if name != "selection"]
+"""Parts that need no language model."""
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
+    return planted_store(tmp_path_factory.mktemp("planted") / "store")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("experiments")
+
+
+@pytest.fixture(scope="module")
+def lab(planted: Planted, directory: Path) -> Lab:
+    return Lab(planted.store, BASE, directory / "runs")
+
+
+@pytest.fixture(scope="module")
+def results(lab: Lab, directory: Path) -> Path:
+    for seed, parts in ((0, ON_PLANTED), (1, ["paper"])):
+        for part in parts:
+            kept_or_run(
+                directory / "results", part, seed, settings_of(lab, GRID), partial(PARTS[part], lab, GRID, seed)
+            )
+    return directory / "results"
+
+
+def figures(results: Path, part: str, seed: int = 0) -> Json:
+    read: Json = json.loads(result_file(results, part, seed).read_text())["figures"]
+    return read
+
+
+def test_experiments_are_made_of_parts_that_there_are() -> None:
+    assert {part for experiment in EXPERIMENTS.values() for part in experiment.parts} == set(PARTS)
+
+
+def test_each_part_has_its_saes_and_controls(results: Path) -> None:
+    names = {part: [row["sae"] for row in figures(results, part)["rows"]] for part in ON_PLANTED}
+    assert {"dense-k6", "random-norm_matched-dense-k6", "detector-k6", "random-detector-k6"} <= set(names["paper"])
+    assert {"detector-k6", "random-detector-k6"} <= set(names["capped"])
+    assert {"firing_rate-detector-k6"} <= {*names["capped"], *figures(results, "capped")["left_out"]}
+    for part in ("paper", "capped", "consensus", "cycles"):
+        assert any(name.startswith("unconstrained-1") for name in names[part]), part
+    for row in figures(results, "paper")["rows"]:
+        assert 0 < row["fve"] < 1
+        assert (row["kept_all"] is None) == (row["n_core"] == 0)
+        assert row["n_core"] == 0 or 0 <= row["kept_active"] <= row["n_core"]
+
+
+def test_random_detectors_fire_as_often(results: Path) -> None:
+    rows = {row["sae"]: row for row in figures(results, "capped")["rows"]}
+    one, other = rows["detector-k6"], rows["random-detector-k6"]
+    assert one["n_core"] == other["n_core"]
+    assert other["l0_core"] == pytest.approx(one["l0_core"], abs=0.6), "held-out sample of 64 tokens"
+
+
+def test_persistence_stands_beside_a_random_start(results: Path) -> None:
+    cycles = figures(results, "cycles")["cycles"]
+    runs = {cycle["run"] for cycle in cycles} | set(figures(results, "cycles")["failures"])
+    assert runs == {"dense-selected", "dense-random", "detector-selected", "detector-random"}
+    assert all(cycle["of_first"] == cycle["size"] for cycle in cycles if cycle["cycle"] == 0)
+    assert all(sum(cycle["births"].values()) == cycle["size"] for cycle in cycles)
+
+
+def test_a_larger_coverage_takes_more_latents(results: Path) -> None:
+    found = figures(results, "tau")
+    assert [row["coverage"] for row in found["rows"]] == list(GRID.coverages)
+    sizes = [row["n_core"] for row in found["rows"]]
+    assert sizes == sorted(sizes)
+    assert set(found["curves"]) == {"0.5", "0.9"}
+    assert len(found["curves"]["0.9"]["step"]) == len(found["curves"]["0.9"]["fve"]) > 1
+
+
+def test_every_sparsity_has_its_cycles_or_a_cause(results: Path) -> None:
+    found = figures(results, "sparsity")
+    assert {cycle["k"] for cycle in found["cycles"]} | {int(k) for k in found["failures"]} == {6, 12}
+
+
+def test_norms_are_varied_for_core_and_random_alike(results: Path) -> None:
+    rows = {row["sae"]: row for row in figures(results, "random-core")["rows"]}
+    for norm in ("found", "2.0"):
+        for source in ("dense", "random-norm_matched-dense", "random-covariance_matched-dense"):
+            assert f"{source}-k6-norm-{norm}" in rows
+    assert set(figures(results, "random-core")["curves"]) == set(rows)
+
+
+def test_what_two_parts_need_is_trained_once(results: Path, directory: Path, lab: Lab) -> None:
+    before = {path.name for path in (directory / "runs").iterdir()}
+    assert lab.start(BASE).directory.name in before
+    PARTS["capped"](lab, GRID, 0)
+    assert {path.name for path in (directory / "runs").iterdir()} == before
+
+
+def test_what_was_kept_is_not_run_again(results: Path, lab: Lab) -> None:
+    def never() -> Json:
+        raise AssertionError("it was run again")
+
+    settings = settings_of(lab, GRID)
+    kept_or_run(results, "paper", 0, settings, never)
+    with pytest.raises(ConfigError, match="was made with other settings:\n  store: was"):
+        kept_or_run(results, "paper", 0, settings | {"store": "another"}, never)
+
+
+def test_seeds_are_repetitions_with_a_spread(results: Path) -> None:
+    spread = over_seeds(read_results(results), "paper", ["fve"])["dense-k6"]["fve"]
+    assert spread is not None
+    assert spread.n == 2
+    assert spread.sd is not None
+    assert spread.sd > 0
+    made = tables(read_results(results))
+    assert len(made) == len(ON_PLANTED) + 1, (
+        "the part on cycles has two tables, the one on sparsity only that of cycles"
+    )
+    assert "±" in next(table for table in made if table.title.startswith("paper")).markdown()
+
+
+def test_a_figure_as_text() -> None:
+    assert text(Spread.of([0.5, None, 0.7]), 2) == "0.60 ± 0.14"
+    assert text(Spread.of([0.5]), 2) == "0.50"
+    assert text(Spread.of([None, float("nan")]), 2) == "–"
+
+
+def test_damaged_results_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no results"):
+        read_results(tmp_path)
+    result_file(tmp_path, "paper", 0).write_text("[]")
+    with pytest.raises(CheckpointError, match=r"paper-seed-0.json is not the result of an experiment"):
+        read_results(tmp_path)
