@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import tyro
 
 from dmsae.activations.catalog import is_complete
+from dmsae.activations.caveats import repeat_warnings
 from dmsae.activations.harvest import Harvest
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.sources import ActivationSource, LiveSource
@@ -75,15 +76,21 @@ def run(command: DistillCommand) -> None:
 
 
 def _store(command: DistillCommand, source: ActivationSource | None) -> Store:
-    """Return the store to score and train on, harvested if need be."""
+    """Return the store to score and train on, harvested if need be; of one that exists, what its harvest warned of."""
     if command.store:
         TERMINAL.note("--store names a store: the harvest settings are not used.")
-        return open_store(command.store, command.root)
+        store = open_store(command.store, command.root)
+        repeat_warnings(store, TERMINAL)
+        return store
     wanted = replace(command.harvest, train_tokens=0) if source else command.harvest
     harvest = Harvest(wanted, command.root, TERMINAL)
-    if not is_complete(harvest.path):  # a directory of another run is refused before the long work, not after it
-        settings = run_settings(command.config, harvest.path.name, harvest.identity, source, harvest.path.parent)
-        require_claimable(command.out, settings, MAY_CHANGE)
+    if is_complete(harvest.path):
+        store = harvest.run()
+        repeat_warnings(store, TERMINAL)
+        return store
+    # A directory of another run is refused before the long work, not after it.
+    settings = run_settings(command.config, harvest.path.name, harvest.identity, source, harvest.path.parent)
+    require_claimable(command.out, settings, MAY_CHANGE)
     return harvest.run()
 
 

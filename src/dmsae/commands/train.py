@@ -14,6 +14,7 @@ from dmsae.commands.terminal import TERMINAL
 from dmsae.cores.core import Core
 from dmsae.disk import layout
 from dmsae.distillation.carrier import carrier
+from dmsae.distillation.matching import warn_of_other_starts
 from dmsae.distillation.transfer import keep_fidelity, require_latents
 from dmsae.errors import ConfigError
 from dmsae.sae.config import CoreMode, SAEConfig, core_first, matryoshka_nesting
@@ -88,4 +89,5 @@ def _core(command: TrainCommand, store: Store) -> Core | None:
     core = Core.load(command.core)
     require_latents(core)
     core.provenance.model.require_same(store.model, "the core", f"the store {store.key}")
+    warn_of_other_starts(command.core, core.provenance.store, store, command.root, TERMINAL)
     return core

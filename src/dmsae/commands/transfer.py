@@ -20,7 +20,7 @@ from dmsae.cores.core import Core
 from dmsae.cores.norms import with_norm
 from dmsae.disk import layout
 from dmsae.disk.files import write_json
-from dmsae.distillation.matching import open_store_of
+from dmsae.distillation.matching import open_store_of, warn_of_other_starts
 from dmsae.distillation.prices import held, prices
 from dmsae.distillation.rules import cores_by_rule
 from dmsae.distillation.survivors import survivors
@@ -70,6 +70,7 @@ def run(command: TransferCommand) -> None:
     warn_of_train_table(command.recipe, "transfer", TERMINAL)
     core = Core.load(command.core)
     store = open_store_of(command.core, command.store or core.provenance.store, command.root)
+    warn_of_other_starts(command.core, core.provenance.store, store, command.root, TERMINAL)
     source = LiveSource(Harvest(command.harvest, command.root, TERMINAL), progress=TERMINAL) if command.live else None
     print_length(command.config.train, None if source else store)
     beside = _beside(command, core, store)

@@ -10,7 +10,8 @@ from dmsae.config import Json, from_dict, to_dict
 from dmsae.disk import layout
 from dmsae.disk.artifact import read_facts
 from dmsae.disk.run import differences
-from dmsae.errors import ConfigError
+from dmsae.errors import ConfigError, DmsaeError
+from dmsae.progress import Progress
 
 _NOT_THE_SPLIT = (
     "format",
@@ -92,3 +93,30 @@ def open_store_of(place: Path, key: str, root: Path | None = None) -> Store:
     if root is None and (recorded := recorded_root(place)) and any(recorded.glob(f"{key}*")):
         root = recorded
     return open_store(key, root)
+
+
+def warn_of_other_starts(place: Path, key: str, store: Store, root: Path | None, progress: Progress) -> None:
+    """Warn when a store's contexts start otherwise than those that the core in a place was distilled from.
+
+    `key` is that of the core's own store. A BOS token changes the activations of everything after it.
+    """
+    if key == store.key:
+        return
+    try:
+        own = open_store_of(place, key, root)
+    except DmsaeError as error:
+        progress.note(f"Whether contexts start as they did for the core, with or without BOS, is not known: {error}")
+        return
+    if not (own.has_text and store.has_text):
+        return
+    before, now = own.first_token(), store.first_token()
+    if before != now:
+        progress.warn(
+            f"Contexts of the core's store {own.key} start {_start(before)}, those of the store {store.key} "
+            f"{_start(now)}. Activations depend on that, so the core's latents will fire otherwise than in its "
+            "distillation. Harvest with the same tokens.prepend_bos."
+        )
+
+
+def _start(first_token: int | None) -> str:
+    return "without a BOS token" if first_token is None else f"with token {first_token}, as with a BOS token"
