@@ -247,14 +247,23 @@ class BaseModel:
 
         It is 0 where there is no next token, and where `counted_NL` is false.
         """
-        if edit is None:
+        with self._edited(tokens_NL, edit):
             return self._next_token_losses(tokens_NL, counted_NL)
 
+    @torch.no_grad()
+    def logits(self, tokens_NL: Tensor, edit: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the logits [N, L, V] of each position's next token, with x replaced by `edit(x)` if given."""
+        with self._edited(tokens_NL, edit):
+            logits: Tensor = self._forward(tokens_NL).logits
+            return logits
+
+    @contextmanager
+    def _edited(self, tokens_NL: Tensor, edit: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
         def replace(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-            return _with_main(output, edit(_main(output, tokens_NL)))
+            return output if edit is None else _with_main(output, edit(_main(output, tokens_NL)))
 
         with self._hook(replace):
-            return self._next_token_losses(tokens_NL, counted_NL)
+            yield
 
     def _check(self, g_NLD: Tensor, losses_NL: Tensor) -> None:
         if not torch.isfinite(g_NLD).all():

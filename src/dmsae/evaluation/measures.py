@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from dmsae.evaluation.fidelity import FidelityConfig, measure_fidelity
+from dmsae.evaluation.splice import SpliceConfig, splice
 
 
 class Score(NamedTuple):
@@ -46,5 +47,16 @@ MEASURES: dict[str, Measure] = {
         FidelityConfig,
         ("store",),
         (Score("fve", ceiling=1.0), Score("fve_prefixes.0", ceiling=1.0), Score("cosine", ceiling=1.0), Score("l0")),
+    ),
+    "splice": Measure(
+        "next-token prediction with the reconstruction spliced in: loss recovered, cross-entropy, KL",
+        splice,
+        SpliceConfig,
+        ("store", "model", "cache"),
+        (
+            Score("loss_recovered_zero", ceiling=1.0),
+            Score("loss_recovered_mean", ceiling=1.0),
+            Score("kl", ceiling=0.0),
+        ),
     ),
 }
