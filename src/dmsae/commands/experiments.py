@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from dmsae.commands.output import out, plain_table
 from dmsae.commands.terminal import TERMINAL
+
+if TYPE_CHECKING:  # `--help` does not wait for torch
+    from dmsae.experiments.tables import TextTable
 
 Name = Literal["cycles", "tau", "sparsity", "random-core", "selection", "price", "all"]
 
@@ -73,6 +76,7 @@ def run(command: ExperimentCommand) -> None:
             work = partial(PARTS[part], lab, grid, seed)
             kept_or_run(command.out / "results", part, seed, settings_of(lab, grid), work)
     experiment_show(command.out / "results")
+    experiment_verdicts(command.out / "results")
 
 
 def experiment_show(results: Annotated[Path, tyro.conf.Positional], markdown: bool = False) -> None:
@@ -86,15 +90,34 @@ def experiment_show(results: Annotated[Path, tyro.conf.Positional], markdown: bo
     from dmsae.experiments.tables import tables
 
     for table in tables(read_results(results)):
-        if markdown:
-            out.print(table.markdown(), soft_wrap=True, markup=False, highlight=False)
-            out.print()
-            continue
-        shown = plain_table(*table.header)
-        for row in table.rows:
-            shown.add_row(*row)
-        out.print(f"\n{table.title}: mean ± standard deviation", style="bold")
-        out.print(shown)
+        _print(table, markdown)
 
 
-COMMANDS = {"show": experiment_show}
+def experiment_verdicts(results: Annotated[Path, tyro.conf.Positional], markdown: bool = False) -> None:
+    """Say of each claim, the paper's and ours, whether it holds, with its statistic, interval and seeds.
+
+    Args:
+        results: The folder `results` of an experiment, or a copy of it.
+        markdown: Print a Markdown table.
+    """
+    from dmsae.experiments.claims import CLAIMS
+    from dmsae.experiments.results import read_results
+    from dmsae.experiments.tables import verdict_table
+    from dmsae.experiments.verdicts import verdicts
+
+    _print(verdict_table(verdicts(read_results(results), CLAIMS)), markdown)
+
+
+def _print(table: "TextTable", markdown: bool) -> None:
+    if markdown:
+        out.print(table.markdown(), soft_wrap=True, markup=False, highlight=False)
+        out.print()
+        return
+    shown = plain_table(*table.header)
+    for row in table.rows:
+        shown.add_row(*row)
+    out.print(f"\n{table.title}", style="bold")
+    out.print(shown)
+
+
+COMMANDS = {"show": experiment_show, "verdicts": experiment_verdicts}

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from dmsae.config import Json
 from dmsae.experiments.results import Spread, over_seeds
+from dmsae.experiments.verdicts import Verdict
 
 COLUMNS = {
     "n_core": ("core", 0),
@@ -40,7 +41,7 @@ def tables(results: Sequence[Json]) -> list[TextTable]:
     made = []
     for part in dict.fromkeys(result["part"] for result in results):
         seeds = sorted(result["seed"] for result in results if result["part"] == part)
-        title = f"{part} (seeds {', '.join(map(str, seeds))})"
+        title = f"{part} (seeds {', '.join(map(str, seeds))}; mean ± standard deviation)"
         spreads = over_seeds(results, part, list(COLUMNS))
         if spreads:
             rows = [
@@ -51,6 +52,17 @@ def tables(results: Sequence[Json]) -> list[TextTable]:
         if cycles := _cycles([result for result in results if result["part"] == part]):
             made.append(TextTable(f"{title}: cores by cycle", ["run", "cycle", "size", "kept", "of the first"], cycles))
     return made
+
+
+def verdict_table(found: Sequence[Verdict]) -> TextTable:
+    """Return what was found about each claim."""
+    rows = []
+    for one in found:
+        span = "–" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
+        estimate = "–" if one.estimate is None else f"{one.estimate:.3f}"
+        rows.append([one.claim, one.whose, one.outcome, one.statistic, estimate, span, str(len(one.seeds))])
+    header = ["claim", "whose", "verdict", "statistic; it holds above 0", "mean", "95 % interval", "seeds"]
+    return TextTable("Verdicts", header, rows)
 
 
 def text(spread: Spread | None, digits: int) -> str:

@@ -1,0 +1,167 @@
+"""The paper's claims and ours, each as a statistic of one seed's figures."""
+
+import torch
+
+from dmsae.config import Json
+from dmsae.cores.ranking import spearman
+from dmsae.experiments.verdicts import Claim
+
+
+def _row(figures: Json, *beginnings: str) -> Json | None:
+    """Return the first row whose SAE's name begins in one of some ways."""
+    rows = (row for row in figures["rows"] for begin in beginnings if row["sae"].startswith(begin))
+    return next(rows, None)
+
+
+def _difference(figures: Json, figure: str, better: str, worse: str) -> float | None:
+    one, other = _row(figures, better), _row(figures, worse)
+    if one is None or other is None or one[figure] is None or other[figure] is None:
+        return None
+    return float(one[figure] - other[figure])
+
+
+def _price_saved(figures: Json, core: str, control: str) -> float | None:
+    return _difference(figures, "price", control, core)
+
+
+def _persists(figures: Json, mode: str) -> float | None:
+    """Return the share of the first core in the last, from a selected start less from a random one."""
+    shares = {}
+    for start in ("selected", "random"):
+        cycles = [cycle for cycle in figures["cycles"] if cycle["run"] == f"{mode}-{start}"]
+        if not cycles or not cycles[0]["size"]:
+            return None
+        shares[start] = cycles[-1]["of_first"] / cycles[0]["size"]
+    return float(shares["selected"] - shares["random"])
+
+
+def _stays_in_use(figures: Json, control: str) -> float | None:
+    """Return how much of its first activity a core keeps to the end of training, less what a random one keeps."""
+    kept = {}
+    for source in ("dense", f"random-{control}-dense"):
+        row = next((row for row in figures["rows"] if row["sae"].startswith(source) and row["norm"] == "found"), None)
+        activity = figures["curves"][row["sae"]]["l0_core"] if row else []
+        if len(activity) < 2 or not activity[0]:
+            return None
+        kept[source] = activity[-1] / activity[0]
+    one, other = kept.values()
+    return float(one - other)
+
+
+def _carry_over(figures: Json) -> dict[int, float]:
+    """Return, for each k, the share of the last core but one that the last core keeps."""
+    last: dict[int, list[Json]] = {}
+    for cycle in figures["cycles"]:
+        last.setdefault(cycle["k"], []).append(cycle)
+    return {k: ones[-1]["kept"] / ones[-2]["size"] for k, ones in last.items() if len(ones) > 1 and ones[-2]["size"]}
+
+
+def _peaks_inside(figures: Json) -> float | None:
+    carried = [share for _, share in sorted(_carry_over(figures).items())]
+    return max(carried[1:-1]) - max(carried[0], carried[-1]) if len(carried) > 2 else None
+
+
+def _rises(figures: Json) -> float | None:
+    rows = [row for row in figures["rows"] if row["fve"] is not None]
+    coverages, explained = (torch.tensor([row[name] for row in rows]) for name in ("coverage", "fve"))
+    return spearman(coverages, explained) if len(rows) > 2 else None
+
+
+def _close(figures: Json) -> float | None:
+    at = {row["coverage"]: row["fve"] for row in figures["rows"] if row["fve"] is not None}
+    return 0.01 - abs(at[1.0] - at[0.9]) if {0.9, 1.0} <= set(at) else None
+
+
+def _effect(figures: Json) -> float | None:
+    share = {one["rule"]: one["share_of_effect"] for one in figures["rules"]}
+    return float(share["attribution"] - share["firing_rate"])
+
+
+PAPER, OURS = "the paper", "ours"
+
+CLAIMS = (
+    Claim(
+        "A distilled core stays in use while a random one of equal norms decays.",
+        PAPER,
+        "random-core",
+        "share of its first L0 that the core keeps to the end of training, less that of random rows",
+        lambda figures: _stays_in_use(figures, "norm_matched"),
+    ),
+    Claim(
+        "A subset of the first core persists across cycles, more than from a random start.",
+        PAPER,
+        "cycles",
+        "share of the first core in the last core, selected start less random start",
+        lambda figures: _persists(figures, "dense"),
+    ),
+    Claim(
+        "Carry-over peaks at an intermediate k.",
+        PAPER,
+        "sparsity",
+        "share of a core kept in the last cycle: the best k inside the range less the better end",
+        _peaks_inside,
+    ),
+    Claim(
+        "Variance explained rises with τ.",
+        PAPER,
+        "tau",
+        "rank correlation of τ and held-out variance explained (L0 rises with τ too)",
+        _rises,
+    ),
+    Claim(
+        "A coverage of 0.9 explains as much as one of 1.0.",
+        PAPER,
+        "tau",
+        "0.01 less the difference in variance explained",
+        _close,
+    ),
+    Claim(
+        "The paper's dense core beats random directions of equal norms, at equal measured L0.",
+        PAPER,
+        "paper",
+        "price of the random core less price of the core",
+        lambda figures: _price_saved(figures, "dense", "random-norm_matched-dense"),
+    ),
+    Claim(
+        "An SAE with the paper's dense core explains more than one that keeps nothing, at equal measured L0.",
+        PAPER,
+        "paper",
+        "variance explained by the core's SAE less that of an unconstrained one",
+        lambda figures: None if (row := _row(figures, "dense")) is None or row["price"] is None else -row["price"],
+    ),
+    Claim(
+        "Cores of detectors beat random detectors of equal rates and means.",
+        OURS,
+        "capped",
+        "price of random detectors less price of the core",
+        lambda figures: _price_saved(figures, "detector", "random-detector"),
+    ),
+    Claim(
+        "Attribution chooses better detectors than firing rate.",
+        OURS,
+        "capped",
+        "price of the core by firing rate less price of the core by attribution",
+        lambda figures: _price_saved(figures, "detector", "firing_rate-detector"),
+    ),
+    Claim(
+        "Attribution chooses better detectors than chance does from the same candidates.",
+        OURS,
+        "capped",
+        "price of a random subset less price of the core by attribution",
+        lambda figures: _price_saved(figures, "detector", "random_subset-detector"),
+    ),
+    Claim(
+        "The latents that attribution prefers matter more to the loss than those that fire most.",
+        OURS,
+        "selection",
+        "share of all ablation effect in the preferred half, attribution less firing rate",
+        _effect,
+    ),
+    Claim(
+        "Detectors persist across cycles, more than random detectors do.",
+        OURS,
+        "cycles",
+        "share of the first core in the last core, selected start less random start",
+        lambda figures: _persists(figures, "detector"),
+    ),
+)

@@ -1,0 +1,117 @@
+"""Verdicts follow from figures alone: what is planted in them is said, and nothing more."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dmsae.config import Json
+from dmsae.experiments.catalog import PARTS
+from dmsae.experiments.claims import CLAIMS
+from dmsae.experiments.tables import verdict_table
+from dmsae.experiments.verdicts import Claim, Outcome, interval, judge, verdicts
+
+CLAIM = Claim("It is large.", "ours", "part", "the value", lambda figures: figures["value"])
+
+
+def results(*values: float | None) -> list[Json]:
+    return [{"part": "part", "seed": seed, "figures": {"value": value}} for seed, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("values", "outcome"),
+    [
+        ((1.0, 1.1, 0.9), Outcome.HOLDS),
+        ((-1.0, -1.1, -0.9), Outcome.FAILS),
+        ((1.0, -1.1, 0.9), Outcome.OPEN),
+        ((1.0, 1.0), Outcome.OPEN),
+        ((1.0, 1.1, None), Outcome.OPEN),
+        ((1.0, 1.1, 0.9, math.nan), Outcome.HOLDS),
+        ((None, None), Outcome.UNTESTED),
+        ((), Outcome.UNTESTED),
+    ],
+)
+def test_outcomes(values: tuple[float | None, ...], outcome: Outcome) -> None:
+    verdict = judge(CLAIM, results(*values))
+    assert verdict.outcome is outcome
+    assert len(verdict.seeds) == len(verdict.values) == sum(v is not None and math.isfinite(v) for v in values)
+
+
+def test_the_interval_is_students() -> None:
+    mean, low, high = interval([1.0, 2.0, 3.0])
+    assert (mean, low, high) == pytest.approx((2.0, 2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3)))
+    assert interval([5.0]) == (5.0, None, None)
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=8))
+def test_a_claim_and_its_opposite_never_both_hold(values: list[float]) -> None:
+    opposite = CLAIM._replace(measure=lambda figures: -figures["value"])
+    both = {judge(claim, results(*values)).outcome for claim in (CLAIM, opposite)}
+    assert both in ({Outcome.HOLDS, Outcome.FAILS}, {Outcome.OPEN})
+
+
+def test_every_claim_reads_a_part_that_there_is() -> None:
+    assert {claim.part for claim in CLAIMS} <= set(PARTS)
+    assert len({claim.text for claim in CLAIMS}) == len(CLAIMS)
+
+
+def row(sae: str, **figures: object) -> Json:
+    return {"sae": sae, "fve": None, "price": None, **figures}
+
+
+PLANTED: dict[str, Json] = {
+    "random-core": {
+        "rows": [
+            row("dense-k4-norm-found", norm="found"),
+            row("random-norm_matched-dense-k4-norm-found", norm="found"),
+        ],
+        "curves": {
+            "dense-k4-norm-found": {"l0_core": [10, 9]},
+            "random-norm_matched-dense-k4-norm-found": {"l0_core": [10, 2]},
+        },
+    },
+    "cycles": {
+        "cycles": [
+            {"run": f"{mode}-{start}", "cycle": cycle, "size": 10, "of_first": of_first}
+            for mode in ("dense", "detector")
+            for start, kept in (("selected", 8), ("random", 3))
+            for cycle, of_first in ((0, 10), (1, kept))
+        ]
+    },
+    "sparsity": {
+        "cycles": [{"k": k, "size": 10, "kept": kept} for k, last in ((1, 2), (2, 9), (4, 3)) for kept in (0, last)]
+    },
+    "tau": {"rows": [row(f"coverage-{c}", coverage=c, fve=f) for c, f in ((0.1, 0.5), (0.9, 0.8), (1.0, 0.803))]},
+    "paper": {"rows": [row("dense-k4", price=-0.01), row("random-norm_matched-dense-k4", price=0.2)]},
+    "capped": {
+        "rows": [
+            row("detector-k4", price=0.01),
+            row("random-detector-k4", price=0.1),
+            row("firing_rate-detector-k4", price=0.03),
+            row("random_subset-detector-k4", price=0.04),
+        ]
+    },
+    "selection": {
+        "rules": [
+            {"rule": "attribution", "share_of_effect": 0.9},
+            {"rule": "firing_rate", "share_of_effect": 0.6},
+        ]
+    },
+}
+EXPECTED = [0.7, 0.5, 0.6, 1.0, 0.007, 0.21, 0.01, 0.09, 0.02, 0.03, 0.3, 0.5]
+
+
+def test_each_statistic_is_what_it_says() -> None:
+    read = [{"part": part, "seed": seed, "figures": found} for part, found in PLANTED.items() for seed in range(3)]
+    found = verdicts(read, CLAIMS)
+    assert [one.estimate for one in found] == pytest.approx(EXPECTED)
+    assert {one.outcome for one in found} == {Outcome.HOLDS}
+    assert "holds" in verdict_table(found).markdown()
+
+
+def test_figures_that_lack_what_a_claim_needs_leave_it_untested() -> None:
+    empty = {"rows": [], "cycles": [], "curves": {}, "rules": [{"rule": "attribution", "share_of_effect": 0.5}]}
+    for claim in CLAIMS:
+        if claim.part != "selection":
+            assert judge(claim, [{"part": claim.part, "seed": 0, "figures": empty}]).outcome is Outcome.UNTESTED
