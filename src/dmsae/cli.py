@@ -38,6 +38,7 @@ ENTRIES = {
     "evaluate": Entry("evaluate", "Measure SAEs on held-out text, beside nulls that show what a worthless one gets."),
     "core": Entry("cores", "Look at cores: show, diff, select, survival, ablate."),
     "experiment": Entry("experiments", "Questions about the method, answered by runs over several seeds."),
+    "figures": Entry("figures", "Draw what experiments found."),
     "status": Entry("status", "Say what a run has done and what is next."),
 }
 """Every command. Its module has `COMMANDS`, functions by name, or `command(recipe)` and `run(command)`; with both, the

@@ -9,6 +9,7 @@ import tyro
 
 from dmsae.commands.output import out, plain_table
 from dmsae.commands.terminal import TERMINAL
+from dmsae.disk import layout
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from dmsae.experiments.tables import TextTable
@@ -74,9 +75,9 @@ def run(command: ExperimentCommand) -> None:
         for seed in command.seeds:
             TERMINAL.note(f"Part {part}, seed {seed}")
             work = partial(PARTS[part], lab, grid, seed)
-            kept_or_run(command.out / "results", part, seed, settings_of(lab, grid), work)
-    experiment_show(command.out / "results")
-    experiment_verdicts(command.out / "results")
+            kept_or_run(command.out / layout.RESULTS, part, seed, settings_of(lab, grid), work)
+    experiment_show(command.out / layout.RESULTS)
+    experiment_verdicts(command.out / layout.RESULTS)
 
 
 def experiment_show(results: Annotated[Path, tyro.conf.Positional], markdown: bool = False) -> None:

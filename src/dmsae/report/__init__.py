@@ -1,0 +1,1 @@
+"""Figures and pages, drawn from what runs and experiments have left on disk."""
