@@ -33,6 +33,10 @@ from dmsae.training.result import TrainResult
 from dmsae.training.trainer import train_together
 
 
+_LINES = 48
+"""Lines of metrics that each training leaves, about: enough for a curve."""
+
+
 class Start(NamedTuple):
     """The SAE of cycle 0 and its scores, which cores are selected from."""
 
@@ -45,7 +49,9 @@ class Lab:
     """A store, the settings that an experiment departs from, and the runs made so far."""
 
     def __init__(self, store: Store, base: DistillConfig, directory: Path, progress: Progress = SILENT) -> None:
-        self.store, self.base, self._directory, self._progress = store, base, directory, progress
+        self.store, self._directory, self._progress = store, directory, progress
+        often = max(1, base.train.schedule().steps // _LINES)
+        self.base = replace(base, train=replace(base.train, log_every=often))
 
     def train(self, specs: Sequence[SAESpec], train: TrainConfig) -> list[TrainResult]:
         """Train SAEs together, and measure them on held-out activations."""
@@ -78,7 +84,8 @@ class Lab:
         """Run a distillation, from the SAE of cycle 0 that all with the same settings share; return it and its run."""
         source = Cycle0(source=str(self.start(config).directory / layout.SAE))
         config = replace(config, cycle0=source)
-        what = {"distill": {name: v for name, v in to_dict(config).items() if name != "cycle0"}, "start": source.source}
+        settings = {name: value for name, value in config.result_settings().items() if name != "cycle0"}
+        what = {"distill": settings, "cycles": config.cycles, "start": self.start(config).directory.name}
         here = self._place("distill", what)
         return distill(config, self.store, here, progress=self._progress), here
 
@@ -87,7 +94,8 @@ class Lab:
     ) -> list[TrainResult]:
         """Train SAEs from a core, and from others beside it."""
         cores = {name: one.digest() for name, one in {"": core, **(beside or {})}.items()}
-        here = self._place("transfer", {"transfer": to_dict(config), "cores": cores})
+        settings = to_dict(config) | {"train": config.train.result_settings()}
+        here = self._place("transfer", {"transfer": settings, "cores": cores})
         return transfer(config, core, self.store, here, beside=beside, progress=self._progress)
 
     def transfer_config(self, config: DistillConfig, purpose: str, **settings: object) -> TransferConfig:

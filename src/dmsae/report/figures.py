@@ -35,8 +35,7 @@ def core_evolution(figures: Sequence[Json]) -> "Figure":
         axis.set_title(f"{mode} core, {start} start")
         axis.set_xlabel("cycle")
         axis.set_ylabel("core latents")
-    axes[0].legend(title="first selected in cycle", ncols=3)
-    return figure
+    return _with_legend(figure, axes, "first selected in cycle")
 
 
 def sparsity(figures: Sequence[Json]) -> "Figure":
@@ -52,14 +51,24 @@ def sparsity(figures: Sequence[Json]) -> "Figure":
         axis.set_ylabel("core latents")
     for axis, k in zip(axes[len(ks) :], [k for k in failed if k not in ks], strict=False):
         axis.set_title(f"k = {k}: every seed failed")
-    axes[0].legend(title="first selected in cycle", ncols=3)
+    return _with_legend(figure, axes, "first selected in cycle")
+
+
+def _with_legend(figure: "Figure", axes: "Sequence[Axes]", title: str = "") -> "Figure":
+    """Put one legend for all panels below them, with what any of them shows."""
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(
+        handles.values(), handles, title=title or None, loc="outside lower center", ncols=min(len(handles), 6)
+    )
     return figure
 
 
 def _origins(axis: "Axes", runs: Sequence[Sequence[Json]]) -> None:
     """Draw stacked bars: mean births over seeds, with the standard deviation of the total."""
     runs = [run for run in runs if run]
-    for cycle in range(max((len(run) for run in runs), default=0)):
+    n_cycles = max((len(run) for run in runs), default=0)
+    axis.set_xticks(range(n_cycles))
+    for cycle in range(n_cycles):
         there = [run[cycle] for run in runs if len(run) > cycle]
         bottom = 0.0
         for birth in range(cycle + 1):
@@ -105,8 +114,7 @@ def random_core(figures: Sequence[Json]) -> "Figure":
         axis.set_ylim(0, 1)
         axis.set_xlabel("training step")
         axis.set_ylabel("share of the core that fires")
-    axes[0].legend()
-    return figure
+    return _with_legend(figure, axes)
 
 
 def price(figures: Sequence[Json]) -> "Figure":
