@@ -32,7 +32,6 @@ from dmsae.training.metrics import read_metrics
 from dmsae.training.result import TrainResult
 from dmsae.training.trainer import train_together
 
-
 _LINES = 48
 """Lines of metrics that each training leaves, about: enough for a curve."""
 
