@@ -38,8 +38,7 @@ def core_show(
         top: How many latents to show.
         examples: Texts per latent on which it fires most; needs the store.
         random_examples: Texts per latent drawn from all those on which it fires.
-        tokens: Promoted tokens per latent, and as many suppressed ones. The model is loaded for them, which takes a few
-            seconds; 0 turns that off.
+        tokens: Promoted and suppressed tokens per latent. 0: none, and the model is not loaded, which takes seconds.
         latents: Show these latents of the SAE, by index. Of a distillation: of the SAE that its core was selected from.
         store: Key of the store with the text. Default: the one that the SAE was made from.
         root: Directory of stores. Default: the one that the run used.
@@ -143,5 +142,6 @@ def _print_legend(facts: "Sequence[LatentFacts | None]") -> None:
     if any(one and one.promoted for one in facts):
         out.print(
             "\nTokens are approximate: what the decoder row does to their logits through the final norm and the "
-            "unembedding alone,\nper unit of activation, less the mean over all tokens, where the norm divides by 1."
+            "unembedding alone,\nper unit of activation, less the mean over all tokens, where the norm divides by 1. The "
+            "more blocks lie between,\nthe less they say."
         )

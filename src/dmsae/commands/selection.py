@@ -29,8 +29,7 @@ def core_select(
         coverage: Share τ of the attribution that the core has to hold. Default: as in the run.
         over: Take the quantile over all positions, or over those where a latent fires. Default: as in the run.
         max_rate: Keep latents out that fire on a larger share of positions. Default: as in the run.
-        save_to: Directory to write the core to, which `dmsae core show` and `dmsae transfer --core` take. It records
-            where the run is. Default: only show what would be selected.
+        save_to: Directory to write the core to; `core show` and `transfer --core` take it. Default: only show it.
     """
     from dmsae.cores.attribution import QuantileOver
     from dmsae.distillation.reselect import reselect
