@@ -39,6 +39,7 @@ ENTRIES = {
     "core": Entry("cores", "Look at cores: show, diff, select, survival, ablate."),
     "experiment": Entry("experiments", "Questions about the method, answered by runs over several seeds."),
     "figures": Entry("figures", "Draw what experiments found."),
+    "report": Entry("report", "One page about runs: verdicts, figures, cycles, latents."),
     "status": Entry("status", "Say what a run has done and what is next."),
 }
 """Every command. Its module has `COMMANDS`, functions by name, or `command(recipe)` and `run(command)`; with both, the

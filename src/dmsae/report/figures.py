@@ -165,3 +165,15 @@ FIGURES: dict[str, tuple[str, "Callable[[Sequence[Json]], Figure]"]] = {
     "selection": ("selection", selection),
 }
 """Every figure: the part whose figures it shows, and the function that draws it."""
+
+CAPTIONS = {
+    "core-evolution": "Core size by cycle, coloured by the cycle in which latents were first selected; whiskers: "
+    "standard deviation over seeds.",
+    "coverage": "Reconstruction through training with the first core at each coverage τ; bands: range over seeds.",
+    "sparsity": "Core size by cycle at several k, coloured by origin.",
+    "random-core": "Share of core latents that fire, through training; bands: range over seeds.",
+    "price": "What it costs to keep latents, for detectors of every rule; a point for each seed, crosses are random.",
+    "selection": "How much of the effect of ablation the half of the latents accounts for that a rule prefers; a point "
+    "for each seed.",
+}
+"""What each figure shows, in a sentence."""

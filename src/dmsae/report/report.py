@@ -1,0 +1,141 @@
+"""The report of runs: one page with what was run, what was found about the method, and the latents that came out."""
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from dmsae.config import Json
+from dmsae.cores.core import Core
+from dmsae.disk import layout
+from dmsae.disk.files import write_bytes
+from dmsae.disk.run import read_settings
+from dmsae.distillation.inspection import has_core
+from dmsae.distillation.matching import open_store_of
+from dmsae.distillation.status import read_summary
+from dmsae.errors import ConfigError, DmsaeError
+from dmsae.evaluation.fidelity import kept_fidelity
+from dmsae.experiments.claims import CLAIMS
+from dmsae.experiments.results import read_results
+from dmsae.experiments.tables import tables
+from dmsae.experiments.verdicts import Outcome, Verdict, verdicts
+from dmsae.progress import SILENT, Progress
+from dmsae.report.figures import CAPTIONS, draw
+from dmsae.report.latents import latent_cards
+from dmsae.report.markup import Markup, table, tag
+from dmsae.report.page import figure, page, section
+from dmsae.training.result import read_result
+
+_CLASSES = {Outcome.HOLDS: "holds", Outcome.FAILS: "fails", Outcome.OPEN: "open", Outcome.UNTESTED: "untested"}
+
+
+def write_report(
+    places: Sequence[Path], to: Path, n_latents: int = 24, root: Path | None = None, progress: Progress = SILENT
+) -> None:
+    """Write the page of some experiments, distillations and transfers, in this order: verdicts first."""
+    experiments = [place for place in places if (place / layout.RESULTS).is_dir()]
+    runs = [place for place in places if place not in experiments]
+    if missing := [place for place in runs if not (place / layout.SETTINGS).is_file()]:
+        raise ConfigError(f"{missing[0]} is neither a run nor an experiment: there is nothing to report.")
+    sections = [part for place in experiments for part in _experiment(place)]
+    for place in runs:
+        sections += _run(place, n_latents, root, progress)
+    document = page("dmsae: what was run and what was found", *sections, _versions())
+    to.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(to, document.encode())
+
+
+def _experiment(place: Path) -> list[Markup]:
+    results = read_results(place / layout.RESULTS)
+    found = verdicts(results, CLAIMS)
+    settings = results[0].get("settings", {})
+    about = tag("p", f"{settings.get('model', '')}; store {settings.get('store', '')}", class_="soft")
+    shown = [_verdict_row(one) for one in found]
+    header = ["claim", "whose", "verdict", "statistic; it holds above 0", "mean", "95 % interval", "seeds"]
+    with TemporaryDirectory() as scratch:
+        drawn = {path.stem: path for path in draw(place / layout.RESULTS, Path(scratch)) if path.suffix == ".svg"}
+        command = f"dmsae figures {place}"
+        figures = [figure(path, CAPTIONS[name], command) for name, path in drawn.items()]
+    figured = [tag("h3", one.title) + table(one.header, [list(row) for row in one.rows]) for one in tables(results)]
+    return [
+        section(f"Verdicts: {place.name}", about, table(header, shown)),
+        section(f"Figures: {place.name}", *figures),
+        section(f"Tables: {place.name}", *(Markup(one) for one in figured)),
+    ]
+
+
+def _verdict_row(one: Verdict) -> list[object]:
+    span = "–" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
+    said = tag("span", one.outcome, class_=f"verdict {_CLASSES[one.outcome]}")
+    mean = "–" if one.estimate is None else f"{one.estimate:.3f}"
+    return [one.claim, one.whose, said, one.statistic, mean, span, ", ".join(map(str, one.seeds)) or "–"]
+
+
+def _run(place: Path, n_latents: int, root: Path | None, progress: Progress) -> list[Markup]:
+    settings = read_settings(place)
+    if settings.get("kind") == "distill":
+        return _distillation(place, settings, n_latents, root, progress)
+    return [section(f"SAEs: {place.name}", _trained(place, settings, root))]
+
+
+def _distillation(place: Path, settings: Json, n_latents: int, root: Path | None, progress: Progress) -> list[Markup]:
+    model, distill = settings["model"], settings["distill"]
+    about = (
+        f"{model['name']} {model['revision']} at {model['hook']}, store {settings['store']}. Width {distill['width']}, "
+        f"k {distill['k']}, core mode {distill['core_mode']}, coverage {distill['coverage']}, max_rate "
+        f"{distill['max_rate'] or 'none'}, seed {distill['seed']}, {distill['train']['tokens']:,} tokens a cycle."
+    )
+    summary = read_summary(place)
+    rows = [_cycle_row(cycle) for cycle in summary.get("cycles", ())]
+    header = ["cycle", "core", "kept", "new", "dropped", "L0 of the core", "of", "median rate", "pool taken", "FVE"]
+    parts = [tag("p", about, class_="soft"), table(header, rows)]
+    if has_core(place):
+        core = Core.load(place)
+        parts.append(tag("p", f"Distilled core: {len(core)} latents. The first {min(n_latents, len(core))}:"))
+        if len(core):
+            parts.append(latent_cards(place, core, n_latents, root, progress))
+    return [section(f"Distillation: {place.name}", *parts)]
+
+
+def _cycle_row(cycle: Json) -> list[object]:
+    core, selection = cycle["core"], cycle.get("selection") or {}
+    share, rate, fve = selection.get("share_selected"), selection.get("median_rate"), cycle["heldout_fve"]
+    return [
+        cycle["cycle"],
+        core["size"],
+        core["kept"],
+        core["new"],
+        core["dropped"],
+        f"{cycle['l0_core']:.1f}" if cycle["n_frozen"] else "–",
+        cycle["n_frozen"] or "–",
+        "–" if rate is None else f"{100 * rate:.0f} %",
+        "–" if share is None else f"{100 * share:.0f} %",
+        "–" if fve is None else f"{fve:.3f}",
+    ]
+
+
+def _trained(place: Path, settings: Json, root: Path | None) -> Markup:
+    made_from = settings["made_from"]
+    key = made_from.get("heldout_store") or made_from.get("store")
+    try:
+        store = open_store_of(place, key, root) if key else None
+    except DmsaeError:
+        store = None
+    rows: list[list[object]] = []
+    for name in settings["saes"]:
+        result = read_result(place / name)
+        figures = kept_fidelity(place / name, store) if store else None
+        l0 = figures.l0_core + figures.l0_noncore if figures else None
+        numbers = [figures.fve, figures.fve_prefixes[0], figures.l0_core, l0] if figures else [None] * 4
+        cells = ["–" if value is None else f"{value:.3f}" if value < 1 else f"{value:.1f}" for value in numbers]
+        rows.append([name, result.state, *cells])
+    return table(["SAE", "training", "FVE", "core + prefix-0", "L0 of the core", "L0"], rows)
+
+
+def _versions() -> Markup:
+    from dmsae import __version__
+
+    machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    return section("Made with", tag("p", f"dmsae {__version__}, torch {torch.__version__}, {machine}.", class_="soft"))
