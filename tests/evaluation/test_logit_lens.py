@@ -104,9 +104,9 @@ def test_tokens_are_those_of_the_model_s_own_norm_and_unembedding(family: str) -
     for effects, logits_V in zip(promoted_tokens(rows_CD, model, n=4), expected_CV, strict=True):
         for side, largest in ((effects.promoted, True), (effects.suppressed, False)):
             best = logits_V.topk(4, largest=largest)
-            assert [effect.token for effect in side] == best.indices.tolist()
+            assert [effect.token_id for effect in side] == best.indices.tolist()
             assert [effect.logit for effect in side] == pytest.approx(best.values.tolist(), rel=1e-3)
-            assert [effect.text for effect in side] == [model.tokenizer.decode([effect.token]) for effect in side]
+            assert [effect.token for effect in side] == [model.tokenizer.decode([effect.token_id]) for effect in side]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -129,7 +129,7 @@ def _activity(facts: "LatentFacts") -> str:
 
 
 def _effect(effect: "TokenEffect") -> str:
-    return f"»{visible(effect.text)}« {effect.logit:+.2f}"
+    return f"»{visible(effect.token)}« {effect.logit:+.2f}"
 
 
 def _line(name: str, example: "Example") -> Text:
@@ -142,6 +142,6 @@ def _print_legend(facts: "Sequence[LatentFacts | None]") -> None:
     if any(one and one.promoted for one in facts):
         out.print(
             "\nTokens are approximate: what the decoder row does to their logits through the final norm and the "
-            "unembedding alone,\nper unit of activation, less the mean over all tokens, where the norm divides by 1. The "
-            "more blocks lie between,\nthe less they say."
+            "unembedding alone,\nper unit of activation, less the mean over all tokens, where the norm divides by 1. "
+            "The more blocks lie between,\nthe less they say."
         )

@@ -29,8 +29,9 @@ _PROBE_SCALE = 64.0
 class TokenEffect(NamedTuple):
     """What a latent does to one token's logit."""
 
-    token: int
-    text: str
+    token_id: int
+    token: str
+    """Its text."""
     logit: float
     """Change of the logit for each unit of activation, less the mean over all tokens; the norm divides by 1."""
 
