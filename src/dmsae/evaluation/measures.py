@@ -7,6 +7,7 @@ are subjects too. To add one, write the function and its config in a module of t
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from dmsae.evaluation.activity import ActivityConfig, activity
 from dmsae.evaluation.fidelity import FidelityConfig, measure_fidelity
 from dmsae.evaluation.splice import SpliceConfig, splice
 
@@ -47,6 +48,13 @@ MEASURES: dict[str, Measure] = {
         FidelityConfig,
         ("store",),
         (Score("fve", ceiling=1.0), Score("fve_prefixes.0", ceiling=1.0), Score("cosine", ceiling=1.0), Score("l0")),
+    ),
+    "activity": Measure(
+        "how latents fire: L0 at inference and under BatchTopK, dead and always-on latents, firing rates",
+        activity,
+        ActivityConfig,
+        ("store",),
+        (Score("l0.core"), Score("l0_batchtopk.total"), Score("share_dead"), Score("share_always_on")),
     ),
     "splice": Measure(
         "next-token prediction with the reconstruction spliced in: loss recovered, cross-entropy, KL",

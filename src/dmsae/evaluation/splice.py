@@ -30,8 +30,8 @@ _VERSION = 1
 _ROWS = 256
 """Positions whose predictions are compared at a time: each is a distribution over the vocabulary."""
 
-Edit = Callable[[Tensor], Tensor]
-"""What is put in place of activations [B, D]."""
+Edit = Callable[[Tensor], Tensor] | None
+"""What is put in place of activations [B, D]; None: they stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def _ablations(model: BaseModel, text: _Text, config: SpliceConfig, progress: Pr
             bar.advance(len(some.tokens_NL))
     x_NLD = torch.cat(parts)
     mean_D = x_NLD[text.keep_NL].mean(0, dtype=torch.float64).float()
-    edits: list[Edit] = [lambda x: x, torch.zeros_like, lambda x: mean_D.to(x).expand_as(x)]
+    edits: list[Edit] = [None, torch.zeros_like, lambda x: mean_D.to(x).expand_as(x)]
     losses = _losses(model, text, x_NLD, edits, config, progress)
     return {"x": x_NLD, "losses": torch.tensor(losses, dtype=torch.float64)}
 
@@ -184,9 +184,12 @@ def _losses(
             clean_BV = above.logits(some.tokens_NL, x)[counted]
             bar.advance(len(x))
             for total, edit in zip(totals, edits, strict=True):
-                edited = x.clone()
-                edited[some.keep_NL] = edit(x[some.keep_NL]).to(edited)
-                total += _compared(clean_BV, above.logits(some.tokens_NL, edited)[counted], targets_B)
+                edited_BV = clean_BV
+                if edit is not None:
+                    edited = x.clone()
+                    edited[some.keep_NL] = edit(x[some.keep_NL]).to(edited)
+                    edited_BV = above.logits(some.tokens_NL, edited)[counted]
+                total += _compared(clean_BV, edited_BV, targets_B)
                 bar.advance(len(x))
     return [_Loss(*row) for row in totals.tolist()]
 
