@@ -112,6 +112,16 @@ def test_norms_are_varied_for_core_and_random_alike(results: Path) -> None:
     assert set(figures(results, "random-core")["curves"]) == set(rows)
 
 
+def test_the_benchmark_scores_every_sae_beside_nulls(results: Path) -> None:
+    found = figures(results, "benchmark")
+    names = {row["sae"] for row in found["rows"]}
+    assert {"dense-k6", "sparse-k6", "random-norm_matched-dense-k6", "msae-k6", "batchtopk-k6"} <= names
+    assert "detector-k6" in names or "6" in found["left_out"]
+    explained = {row["sae"]: row for row in found["scores"] if row["figure"] == "fve"}
+    assert set(explained) == names
+    assert explained["msae-k6"]["nulls"]["untrained"] < explained["msae-k6"]["score"]
+
+
 def test_what_two_parts_need_is_trained_once(results: Path, directory: Path, lab: Lab) -> None:
     before = {path.name for path in (directory / "runs").iterdir()}
     assert lab.start(BASE).directory.name in before

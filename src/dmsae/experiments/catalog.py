@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dmsae.config import Json, to_dict
 from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Lab
-from dmsae.experiments.parts import capped, consensus, cycles, paper, random_core, selection, sparsity, tau
+from dmsae.experiments.parts import benchmark, capped, consensus, cycles, paper, random_core, selection, sparsity, tau
 
 
 class Experiment(NamedTuple):
@@ -28,6 +28,7 @@ PARTS: dict[str, Callable[[Lab, Grid, int], Json]] = {
     "capped": capped.run,
     "consensus": consensus.run,
     "selection": selection.run,
+    "benchmark": benchmark.run,
 }
 
 EXPERIMENTS = {
@@ -36,6 +37,9 @@ EXPERIMENTS = {
     "sparsity": Experiment("At which k is most carried over from cycle to cycle?", ("sparsity",)),
     "random-core": Experiment("Does a random core decay while a distilled one stays in use?", ("random-core",)),
     "selection": Experiment("What does gradient × activation buy over simpler rules?", ("capped", "selection")),
+    "benchmark": Experiment(
+        "What is an SAE from a distilled core worth, against its measured L0, beside those people use?", ("benchmark",)
+    ),
     "price": Experiment(
         "How many latents can be kept, holding how much of the attribution, at what price?",
         ("paper", "capped", "consensus", "cycles"),

@@ -55,6 +55,8 @@ class Grid:
     """Sparsities of the part `random-core`."""
     benchmark_k_factors: tuple[float, ...] = (0.5, 1.0, 2.0)
     """Sparsities of the part `benchmark`."""
+    measures: tuple[str, ...] = ("fidelity", "splice")
+    """What SAEs are evaluated by, in the part `benchmark`."""
     token_factors: tuple[float, ...] = (1.0, 3.0)
     """Lengths of training in the part `consistency`."""
     ablated: int = 32

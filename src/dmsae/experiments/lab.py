@@ -21,6 +21,8 @@ from dmsae.distillation.config import Cycle0, DistillConfig
 from dmsae.distillation.distill import Distillation, distill
 from dmsae.distillation.prices import Held
 from dmsae.distillation.transfer import TransferConfig, keep_fidelity, transfer
+from dmsae.evaluation.evaluate import EvaluateConfig, digest_of, evaluate
+from dmsae.evaluation.nulls import NullKind
 from dmsae.evaluation.price import attribution_share
 from dmsae.experiments.rows import rows_of
 from dmsae.progress import SILENT, Progress
@@ -29,7 +31,7 @@ from dmsae.seeds import derive_seed
 from dmsae.training.config import TrainConfig
 from dmsae.training.learner import SAESpec
 from dmsae.training.metrics import read_metrics
-from dmsae.training.result import TrainResult
+from dmsae.training.result import TrainResult, TrainState
 from dmsae.training.trainer import train_together
 
 _LINES = 48
@@ -107,6 +109,14 @@ class Lab:
         """Return the figures of trained SAEs."""
         rows = rows_of(results, self.store, config.attribution, config.coverage, known, config.train.device)
         return [row._asdict() for row in rows]
+
+    def scores(self, results: Sequence[TrainResult], measures: tuple[str, ...]) -> list[Json]:
+        """Evaluate SAEs that finished their training, each beside nulls."""
+        saes = {one.name: SAE.load(one.directory) for one in results if one.state is TrainState.FINISHED}
+        config = EvaluateConfig(measures, nulls=(NullKind.UNTRAINED, NullKind.RANDOM_ENCODER))
+        here = self._place("evaluation", {"saes": {name: digest_of(sae) for name, sae in saes.items()}})
+        evaluation = evaluate(saes, self.store, here, config, progress=self._progress)
+        return [row._asdict() for row in evaluation.rows()]
 
     def _place(self, kind: str, what: Json) -> Path:
         return self._directory / f"{kind}-{canonical_hash({'store': self.store.key, **what})[:16]}"

@@ -8,14 +8,15 @@ from dataclasses import replace
 
 import torch
 
-from dmsae.activations.base_model import BaseModel, ModelConfig
-from dmsae.config import Json, from_dict, to_dict
+from dmsae.config import Json
 from dmsae.cores.ablation import AblationConfig, ablate
 from dmsae.cores.attribution import Attribution
 from dmsae.cores.controls import Rule
 from dmsae.cores.ranking import spearman
+from dmsae.distillation.inspection import load_model_of
 from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Lab
+from dmsae.progress import SILENT
 
 _CRITERIA = (Rule.ATTRIBUTION, Rule.FIRING_RATE, Rule.MEAN_ACTIVATION)
 """Rules that rank candidates; the others choose any, or none of them."""
@@ -25,8 +26,7 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     """Return how each rule's ranking agrees with ablation, and the loss that the latents it prefers account for."""
     config = replace(lab.base, seed=seed)
     start = lab.start(config)
-    names = ("name", "revision", "hook", "dtype")
-    model = BaseModel.load(from_dict(ModelConfig, {name: to_dict(lab.store.model)[name] for name in names}))
+    model = load_model_of(lab.store.model, SILENT)
     asked = AblationConfig(n_latents=grid.ablated, n_contexts=grid.ablation_contexts)
     measured = ablate(start.sae, lab.store, model, start.attribution, asked)
     effect = measured.scores_P.double()

@@ -1,0 +1,66 @@
+"""SAEs from distilled cores at several sparsities, beside random cores, MSAE and BatchTopK: every measure against L0.
+
+All share data and seeds. Dense and sparse cores follow the paper (k counts the non-core latents); detectors are trained
+at a total L0 of k. What is compared is read at the measured L0.
+"""
+
+from dataclasses import replace
+
+from dmsae.config import Json
+from dmsae.cores.controls import RandomKind
+from dmsae.cores.core import Core
+from dmsae.distillation.config import DistillConfig
+from dmsae.distillation.transfer import Budget, TransferConfig, sae_specs
+from dmsae.errors import ConfigError
+from dmsae.experiments.grid import Grid, scaled
+from dmsae.experiments.lab import Lab
+from dmsae.sae.config import CoreMode
+from dmsae.training.result import TrainResult
+
+
+def run(lab: Lab, grid: Grid, seed: int) -> Json:
+    """Return the rows and the scores of one seed, and which sparsities a core of detectors leaves no room for."""
+    config = replace(lab.base, seed=seed)
+    ks = tuple(dict.fromkeys(scaled(config.k, factor) for factor in grid.benchmark_k_factors))
+    dense, _ = lab.distill(config)
+    detectors, _ = lab.distill(replace(config, core_mode=CoreMode.DETECTOR, max_rate=grid.max_rate))
+    results = _paper(lab, config, dense.distilled, ks)
+    chosen, left_out = _detectors(lab, config, detectors.distilled, ks)
+    if chosen:
+        results += lab.transfer(chosen, detectors.distilled)
+    scores = lab.scores(results, grid.measures)
+    return {"rows": lab.rows(results, config), "scores": scores, "left_out": left_out}
+
+
+def _paper(lab: Lab, config: DistillConfig, core: Core, ks: tuple[int, ...]) -> list[TrainResult]:
+    return lab.transfer(
+        lab.transfer_config(
+            config,
+            "benchmark",
+            k=ks,
+            core_modes=(CoreMode.DENSE, CoreMode.SPARSE),
+            random_cores=(RandomKind.NORM_MATCHED,),
+            baselines=("msae", "batchtopk"),
+        ),
+        core,
+    )
+
+
+def _detectors(lab: Lab, config: DistillConfig, core: Core, ks: tuple[int, ...]) -> tuple[TransferConfig | None, Json]:
+    """Return the transfer of detectors at those k that their own activity leaves room for, and why not at others."""
+    chosen = lab.transfer_config(
+        config,
+        "benchmark",
+        k=ks,
+        core_modes=(CoreMode.DETECTOR,),
+        budget=Budget.TOTAL,
+        random_cores=(RandomKind.NORM_MATCHED,),
+    )
+    fitting, left_out = [], {}
+    for k in ks:
+        try:
+            sae_specs(replace(chosen, k=(k,)), core, lab.store)
+            fitting.append(k)
+        except ConfigError as error:
+            left_out[str(k)] = str(error)
+    return replace(chosen, k=tuple(fitting)) if fitting else None, left_out
