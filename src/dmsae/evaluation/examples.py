@@ -16,7 +16,7 @@ from dmsae.errors import ConfigError, StoreError
 from dmsae.evaluation.subject import Dictionary
 from dmsae.progress import SILENT, Progress
 from dmsae.seeds import generator
-from dmsae.text.spelling import spell
+from dmsae.text.token_text import token_texts
 from dmsae.text.tokens import PAD
 
 _ELEMENTS = 2**26
@@ -137,7 +137,7 @@ class _Text:
             before=before,
             token=token,
             after=after,
-            tokens=tuple(spell(self._tokenizer, tokens)),
+            tokens=tuple(token_texts(self._tokenizer, tokens)),
             activations=tuple(float(f_R[one]) if one >= 0 else None for one in rows),
             centre=centre,
         )

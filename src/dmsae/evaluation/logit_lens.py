@@ -16,7 +16,7 @@ from dmsae.activations.base_model import BaseModel
 from dmsae.config import require_whole
 from dmsae.errors import ModelError
 from dmsae.seeds import generator
-from dmsae.text.spelling import spell
+from dmsae.text.token_text import token_texts
 
 _ELEMENTS = 2**24
 """Logits held at once; those of all latents for a large vocabulary do not fit into memory."""
@@ -89,7 +89,7 @@ def promoted_tokens(decoder_CD: Tensor, model: BaseModel, n: int = 5) -> list[To
 
 def _effects(logits_n: Tensor, tokens_n: Tensor, tokenizer: Any) -> list[TokenEffect]:
     tokens = tokens_n.tolist()
-    return [TokenEffect(*one) for one in zip(tokens, spell(tokenizer, tokens), logits_n.tolist(), strict=True)]
+    return [TokenEffect(*one) for one in zip(tokens, token_texts(tokenizer, tokens), logits_n.tolist(), strict=True)]
 
 
 def _unembedding(model: BaseModel) -> nn.Linear:

@@ -3,7 +3,7 @@
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dmsae.text.spelling import spell
+from dmsae.text.token_text import token_texts
 
 
 def byte_level() -> transformers.PreTrainedTokenizerFast:
@@ -26,7 +26,7 @@ def sentence_pieces() -> transformers.PreTrainedTokenizerFast:
 def test_words_bytes_and_special_tokens() -> None:
     tokenizer = byte_level()
     vocabulary = tokenizer.get_vocab()
-    assert spell(tokenizer, [vocabulary[name] for name in ("Ġthe", "a", "Ġ", "Ċ", "<end>")]) == [
+    assert token_texts(tokenizer, [vocabulary[name] for name in ("Ġthe", "a", "Ġ", "Ċ", "<end>")]) == [
         " the",
         "a",
         " ",
@@ -34,12 +34,12 @@ def test_words_bytes_and_special_tokens() -> None:
         "<end>",
     ]
     parts_of_a_character = ["â", "Ģ"]
-    assert spell(tokenizer, [vocabulary[name] for name in parts_of_a_character]) == parts_of_a_character
+    assert token_texts(tokenizer, [vocabulary[name] for name in parts_of_a_character]) == parts_of_a_character
 
 
 def test_a_leading_space_that_decoding_drops_is_kept() -> None:
-    assert spell(sentence_pieces(), range(5)) == [" the", "the", " ", "<0xE2>", "<unk>"]
+    assert token_texts(sentence_pieces(), range(5)) == [" the", "the", " ", "<0xE2>", "<unk>"]
 
 
 def test_no_tokens() -> None:
-    assert spell(byte_level(), []) == []
+    assert token_texts(byte_level(), []) == []

@@ -8,15 +8,15 @@ _SPACE = "▁"
 """What SentencePiece writes for a space. Some tokenizers drop it when they decode a token alone."""
 
 
-def spell(tokenizer: Any, tokens: Iterable[int]) -> list[str]:
+def token_texts(tokenizer: Any, tokens: Iterable[int]) -> list[str]:
     """Return the text of each token by itself, its leading space included.
 
     A token that holds only some bytes of a character has no text of its own: it is given as the tokenizer names it.
     """
-    return [_spell_one(tokenizer, token) for token in tokens]
+    return [_text(tokenizer, token) for token in tokens]
 
 
-def _spell_one(tokenizer: Any, token: int) -> str:
+def _text(tokenizer: Any, token: int) -> str:
     name: str = tokenizer.convert_ids_to_tokens(token)
     text: str = tokenizer.decode([token])
     if not text or _PART_OF_A_CHARACTER in text:
