@@ -7,7 +7,7 @@ SAEBENCH ?= .venv-saebench
 DEMO   := runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup assets demo test check bench bench-peers saebench-env test-saebench clean
+.PHONY: help setup assets demo test browser check bench bench-peers saebench-env test-saebench clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -42,8 +42,13 @@ check: $(READY)  ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: check assets  ## every check and test
+test: check assets browser  ## every check and test
 	$(BIN)/python -m pytest
+
+# Debian's Chromium for the tests of pages, where it may be installed. Without one, pytest says that they were not run.
+browser:
+	@command -v chromium google-chrome chrome >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& apt-get update -qq >/dev/null 2>&1 && apt-get install -y -qq chromium >/dev/null 2>&1; } || true
 
 bench: assets  ## measured ratios: tables, and one JSON line each
 	$(BIN)/python benchmarks/startup.py
