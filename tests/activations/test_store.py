@@ -18,6 +18,7 @@ from dmsae.activations.store import Store, StoreWriter, open_store
 from dmsae.disk.files import canonical_hash, sha256_of
 from dmsae.disk.layout import shard_file, token_file
 from dmsae.errors import StoreCorruptError, StoreError
+from conftest import Recorder
 from planted import MODEL, REQUEST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -133,7 +134,7 @@ def test_only_complete_stores_of_this_format_open(tmp_path: Path) -> None:
         Store.open(old)
 
 
-def test_writer_resumes_after_a_line_cut_short_but_not_after_damage(tmp_path: Path) -> None:
+def test_writer_resumes_after_a_line_cut_short(tmp_path: Path) -> None:
     whole = make(tmp_path / "whole")
     path = tmp_path / "key"
     writer = StoreWriter(path, REQUEST)
@@ -145,10 +146,40 @@ def test_writer_resumes_after_a_line_cut_short_but_not_after_damage(tmp_path: Pa
     assert {p.name: p.read_bytes() for p in path.glob("*.json*")} == {
         p.name: p.read_bytes() for p in whole.path.glob("*.json*")
     }
-    lines = (path / "shards.jsonl").read_text().splitlines()
-    (path / "shards.jsonl").write_text("\n".join(["nonsense", *lines[1:]]) + "\n")
-    with pytest.raises(StoreCorruptError, match=r"shards\.jsonl is damaged"):
-        StoreWriter(path, REQUEST)
+
+
+def test_a_flip_in_the_journal_of_an_unfinished_store_is_named_and_its_file_made_again(tmp_path: Path) -> None:
+    path = make(tmp_path / "key").path
+    data = (path / "shards.jsonl").read_bytes()
+    intact = StoreWriter(path, REQUEST).records
+    ends = [at for at, byte in enumerate(data) if byte == ord("\n")]
+
+    @given(st.integers(0, 8 * len(data) - 1))
+    def flip(bit: int) -> None:
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (path / "shards.jsonl").write_bytes(damaged)
+        seen = Recorder()
+        records = StoreWriter(path, REQUEST, seen).records
+        assert records.items() <= intact.items()
+        lost = len(intact) - len(records)
+        assert lost == len(seen.warnings) or bit // 8 in ends
+        line = sum(end < bit // 8 for end in ends) + 1
+        assert all(f"shards.jsonl, line {line} is damaged" in warning for warning in seen.warnings)
+
+    flip()
+
+
+def test_a_journal_line_of_an_earlier_version_counts_only_under_a_seal(tmp_path: Path) -> None:
+    path = make(tmp_path / "key").path
+    lines = [json.loads(line) for line in (path / "shards.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["line_sha256"]
+    (path / "shards.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    reseal(path, {"journal_sha256": sha256_of(path / "shards.jsonl")})
+    assert len(Store.open(path).records) == len(lines)
+    (path / "store.json").unlink()
+    assert not StoreWriter(path, REQUEST).records
 
 
 def test_a_store_without_text_says_so(tmp_path: Path) -> None:

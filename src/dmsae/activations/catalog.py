@@ -8,7 +8,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from dmsae.activations.journal import has_old_format, read_journal, read_json, read_seal, rows_by_split
+from dmsae.activations.journal import (
+    has_old_format,
+    read_journal,
+    read_json,
+    read_seal,
+    recover_journal,
+    rows_by_split,
+)
 from dmsae.activations.splits import Split
 from dmsae.disk import layout
 from dmsae.disk.files import exclusive_lock
@@ -79,7 +86,7 @@ def _summary(store: Path) -> Summary:
         state = _state(store)
         request = read_json(store / layout.STORE_REQUEST)
         model, hook, source = request["model"]["name"], request["model"]["hook"], request["source"]
-        rows = rows_by_split(read_journal(store))
+        rows = rows_by_split(recover_journal(store) if state == "unfinished" else read_journal(store))
     except (StoreError, KeyError, TypeError, ValueError):
         return Summary(store.name, "damaged", "", "", "", dict.fromkeys(Split, 0), size)
     return Summary(store.name, state, model, hook, source, rows, size)

@@ -1,26 +1,30 @@
 """What a store records about itself: the journal of its finished files, and the seal that makes it complete.
 
     request.json                what the store is made from
-    shards.jsonl                the journal: one line per finished file, with rows, checksum and what was dropped
+    shards.jsonl                the journal: one line per finished file, with rows, its SHA-256, what was dropped, and a
+                                checksum of the line
     store.json                  the seal, written last: checksums of the two above and of itself
 
 Nothing here imports torch: listing stores should be fast.
 """
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dmsae.activations.splits import Split
-from dmsae.config import Json, to_dict
+from dmsae.config import Json, from_dict, to_dict
 from dmsae.disk import layout
-from dmsae.disk.files import canonical_hash, sha256_of, write_json
-from dmsae.errors import StoreCorruptError, StoreError
+from dmsae.disk.files import canonical_hash, read_json_value, sha256_of, write_json
+from dmsae.errors import ConfigError, StoreCorruptError, StoreError, first_line
 from dmsae.progress import SILENT, Progress
 
 FORMAT = 3
 """Format 2 took pairs from training documents, and g from losses across documents."""
+_FACTS_SEAL, _LINE_SEAL = "facts_sha256", "line_sha256"
+_FILE_NAME = re.compile(rf"({'|'.join([layout.TOKENS, *Split])})/[0-9a-z]+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,10 @@ class FileRecord:
     dropped: dict[str, int]
     documents: int = 0
     """Documents that start in this file; only a file of tokens has any."""
+
+    def __post_init__(self) -> None:
+        if not _FILE_NAME.fullmatch(self.file):
+            raise ConfigError(f"{self.file!r} is no file of a store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +56,9 @@ class Seal:
 
 
 def journal_line(record: FileRecord) -> str:
-    """Return a record as one line of the journal."""
-    return json.dumps(to_dict(record)) + "\n"
+    """Return a record as one line of the journal, with a checksum of its own: a store in the making has no seal."""
+    facts: Json = to_dict(record)
+    return json.dumps(facts | {_LINE_SEAL: canonical_hash(facts)}) + "\n"
 
 
 def journal_bytes(records: Iterable[FileRecord]) -> bytes:
@@ -58,15 +67,42 @@ def journal_bytes(records: Iterable[FileRecord]) -> bytes:
 
 
 def read_journal(store: Path) -> list[FileRecord]:
-    """Return the finished files; a last line that a crash cut short is ignored."""
+    """Return the files of a store whose journal is sealed: any line that cannot be read is an error."""
+    path = store / layout.STORE_JOURNAL
+    try:
+        return [_record(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    except (OSError, ValueError, RecursionError, ConfigError) as error:
+        raise StoreCorruptError(f"{path} is damaged: {first_line(error)}. {remedy(store)}") from error
+
+
+def recover_journal(store: Path, progress: Progress = SILENT) -> list[FileRecord]:
+    """Return the files that a store in the making has finished.
+
+    A last line that a crash cut short is ignored. Any other that is not as it was written is named in a warning, and
+    left out: its file is then made again.
+    """
     path = store / layout.STORE_JOURNAL
     if not path.is_file():
         return []
-    try:
-        lines = path.read_text(encoding="utf8").split("\n")[:-1]
-        return [FileRecord(**json.loads(line)) for line in lines]
-    except (ValueError, TypeError) as error:
-        raise StoreCorruptError(f"{path} is damaged: {error}. {remedy(store)}") from error
+    records: dict[str, FileRecord] = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            record = _record(line, must_be_sealed=True)
+        except (ValueError, RecursionError, ConfigError) as error:
+            progress.warn(f"{path}, line {number} is damaged ({first_line(error)}). Its file will be made again.")
+        else:
+            records[record.file] = record
+    return list(records.values())
+
+
+def _record(line: bytes, must_be_sealed: bool = False) -> FileRecord:
+    facts = json.loads(line)
+    if not isinstance(facts, dict):
+        raise ValueError(f"it holds a {type(facts).__name__}, not an object")
+    seal = facts.pop(_LINE_SEAL, None)  # missing in stores that were finished by an earlier version
+    if (must_be_sealed or seal is not None) and seal != canonical_hash(facts):
+        raise ValueError("its checksum is not the one written")
+    return from_dict(FileRecord, facts)
 
 
 def unchanged(store: Path, records: list[FileRecord], progress: Progress = SILENT) -> list[FileRecord]:
@@ -107,7 +143,7 @@ def write_seal(store: Path, d_model: int, probe: Json | None = None) -> None:
     """Declare a store complete."""
     journal, request = (sha256_of(store / name) for name in (layout.STORE_JOURNAL, layout.STORE_REQUEST))
     facts: Json = to_dict(Seal(FORMAT, d_model, journal, request, probe))
-    write_json(store / layout.STORE_COMPLETE, facts | {"facts_sha256": canonical_hash(facts)})
+    write_json(store / layout.STORE_COMPLETE, facts | {_FACTS_SEAL: canonical_hash(facts)})
 
 
 def read_seal(store: Path) -> Seal:
@@ -120,13 +156,17 @@ def read_seal(store: Path) -> Seal:
             "it."
         )
     facts = _sealed_facts(store)
-    if facts["format"] != FORMAT:
+    if facts.get("format") != FORMAT:
         raise StoreError(
-            f"The store {store} has format {facts['format']}; this version of dmsae reads format {FORMAT}. Run the "
+            f"The store {store} has format {facts.get('format')!r}; this version of dmsae reads format {FORMAT}. Run the "
             "same 'dmsae harvest' or 'dmsae store import' again, which makes a new store under another key; then "
             f"'dmsae store remove {store.name} --root {store.parent}' frees the space of this one."
         )
-    seal = Seal(**facts)
+    try:
+        seal = from_dict(Seal, facts)
+    except ConfigError as error:
+        path = store / layout.STORE_COMPLETE
+        raise StoreCorruptError(f"{path} is not the seal of a store: {first_line(error)}. {remedy(store)}") from error
     for name, expected in (
         (layout.STORE_JOURNAL, seal.journal_sha256),
         (layout.STORE_REQUEST, seal.request_sha256),
@@ -138,12 +178,12 @@ def read_seal(store: Path) -> Seal:
 
 def has_old_format(store: Path) -> bool:
     """Return whether a complete store is as it was written, by a version of dmsae with another format."""
-    return bool(_sealed_facts(store)["format"] != FORMAT)
+    return bool(_sealed_facts(store).get("format") != FORMAT)
 
 
 def _sealed_facts(store: Path) -> Json:
     facts = read_json(store / layout.STORE_COMPLETE)
-    if facts.pop("facts_sha256", None) != canonical_hash(facts):
+    if facts.pop(_FACTS_SEAL, None) != canonical_hash(facts):
         raise _changed(store, layout.STORE_COMPLETE)
     return facts
 
@@ -151,8 +191,8 @@ def _sealed_facts(store: Path) -> Json:
 def read_json(path: Path) -> Json:
     """Return a JSON object of a store."""
     try:
-        value = json.loads(path.read_text(encoding="utf8"))
-    except ValueError as error:
+        value = read_json_value(path)
+    except (OSError, ValueError) as error:
         raise StoreCorruptError(f"{path} is not readable JSON: {error}. {remedy(path.parent)}") from error
     if not isinstance(value, dict):
         raise StoreCorruptError(f"{path} holds a {type(value).__name__}, not an object. {remedy(path.parent)}")

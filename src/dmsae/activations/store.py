@@ -6,7 +6,8 @@ Layout of `<root>/<key>/`, where the key is a hash of all that the content depen
     tokens/<split>.safetensors  tokens [N, L] and document starts [N, L]
     <split>/00000.safetensors   one shard: x [rows, D]; for held-out and pairs also where each row came from
                                 (context, position); for pairs also g [rows, D]
-    shards.jsonl                one line per finished file: rows, checksum, what was dropped, documents
+    shards.jsonl                one line per finished file: rows, SHA-256, what was dropped, documents, and a checksum of
+                                the line
     store.json                  written last: the store is complete; checksums of the two above and of itself
 
 Every file is verified against its checksum each time it is read. A store of imported activations holds no contexts,
@@ -32,6 +33,7 @@ from dmsae.activations.journal import (
     journal_line,
     read_journal,
     read_seal,
+    recover_journal,
     remedy,
     unchanged,
     write_seal,
@@ -54,7 +56,7 @@ class StoreWriter:
 
     def __init__(self, path: Path, request: StoreRequest, progress: Progress = SILENT) -> None:
         self.path = path
-        self.records = {record.file: record for record in unchanged(path, read_journal(path), progress)}
+        self.records = {record.file: record for record in unchanged(path, recover_journal(path, progress), progress)}
         write_json(path / layout.STORE_REQUEST, to_dict(request))
         write_bytes(path / layout.STORE_JOURNAL, journal_bytes(self.records.values()))
 

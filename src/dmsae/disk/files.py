@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +22,35 @@ if TYPE_CHECKING:  # torch is slow to import, and many commands need only the fi
 _CHUNK_BYTES = 1 << 22
 _RESERVE_BYTES = 64 << 20
 """How much of a disk stays free."""
+_JSON_BYTES = 1 << 28
+"""How large a file of facts may be."""
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading; anything else under that name (a pipe, a device) is an `OSError`, never waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "It is not a regular file", os.fspath(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_json_value(path: Path) -> Any:
+    """Return what a JSON file holds; one that cannot be read is an `OSError`, one that is not JSON a `ValueError`."""
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > _JSON_BYTES:
+            raise ValueError(f"it has {human_bytes(size)}; at most {human_bytes(_JSON_BYTES)} are read as JSON")
+        text = file.read(_JSON_BYTES).decode("utf8")
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def sha256_of(path: Path) -> str:
     """Return the hex SHA-256 of a file, read in bounded memory."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
