@@ -81,7 +81,7 @@ $(SAEBENCH)/.ready: constraints-saebench.txt
 saebench-env: $(SAEBENCH)/.ready  ## the environment of SAEBench, which conflicts with ours (2 GB, some minutes)
 
 test-saebench: $(SAEBENCH)/.ready assets  ## agreement with the real SAEBench package
-	$(SAEBENCH)/bin/python -m pytest tests/saebench -W ignore
+	JAXTYPING_DISABLE=1 $(SAEBENCH)/bin/python -m pytest tests/saebench -W ignore
 
 clean:  ## remove the virtual environments and caches (never stores or runs)
 	rm -rf $(VENV) $(PEERS) $(SAEBENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -24,7 +24,6 @@ from dmsae.evaluation.saebench import needs
 from dmsae.evaluation.saebench.adapter import Adapter
 from dmsae.evaluation.saebench.evals import WORDS
 from dmsae.evaluation.saebench.job import Job
-from dmsae.evaluation.saebench.lens import loaded_once
 from dmsae.evaluation.saebench.true_variance import watching_variance
 from dmsae.evaluation.saebench.words import one_token_words, sample_words
 
@@ -77,7 +76,7 @@ def run_core(call: Call) -> Json:
     from sae_bench.evals.core import main
 
     settings = {"verbose": True, "dtype": call.job.dtype, "device": call.device, **call.job.settings}
-    with loaded_once(), watching_variance(main, call.adapter) as explained, _logged_errors(main.logger) as errors:
+    with watching_variance(main, call.adapter) as explained, _logged_errors(main.logger) as errors:
         main.multiple_evals(call.saes, output_folder=str(call.scratch), force_rerun=True, **settings)
     if errors:
         raise BenchmarkError(errors[-1])
@@ -113,7 +112,6 @@ def run_absorption(call: Call) -> Json:
         probes_dir=probes,
     )
     with (
-        loaded_once(first_n_layers=call.job.model.layer + 1),
         patch.object(common, "get_alpha_tokens", vocabulary),
         patch.object(feature_absorption, "get_alpha_tokens", vocabulary),
         patch.object(main, "run_k_sparse_probing_experiment", k_sparse),
@@ -167,8 +165,7 @@ def run_sae_probes(call: Call) -> Json:
     config = call.config(
         SparseProbingSaeProbesEvalConfig, results_path=str(call.own), model_cache_path=str(activations)
     )
-    with loaded_once(first_n_layers=call.job.model.layer + 1):
-        main.run_eval(config, call.saes, call.device, str(call.scratch))
+    main.run_eval(config, call.saes, call.device, str(call.scratch))
     return {}
 
 
@@ -178,8 +175,7 @@ def run_sparse_probing(call: Call) -> Json:
     from sae_bench.evals.sparse_probing.eval_config import SparseProbingEvalConfig
 
     config = call.config(SparseProbingEvalConfig, llm_dtype=call.job.dtype)
-    with loaded_once():
-        main.run_eval(config, call.saes, call.device, str(call.scratch), True, **_activations(call))
+    main.run_eval(config, call.saes, call.device, str(call.scratch), True, **_activations(call))
     return {}
 
 
@@ -190,8 +186,7 @@ def run_scr_or_tpp(call: Call) -> Json:
 
     scr = call.job.eval == "scr"
     config = call.config(ScrAndTppEvalConfig, llm_dtype=call.job.dtype, perform_scr=scr)
-    with loaded_once():
-        main.run_eval(config, call.saes, call.device, str(call.scratch), True, **_activations(call))
+    main.run_eval(config, call.saes, call.device, str(call.scratch), True, **_activations(call))
     return {}
 
 
@@ -228,8 +223,7 @@ def run_autointerp(call: Call) -> Json:
     config = call.config(AutoInterpEvalConfig, llm_dtype=call.job.dtype)
     place, key = call.shared("dataset_name"), os.environ[needs.KEY]
     place.mkdir(parents=True, exist_ok=True)
-    with loaded_once():
-        main.run_eval(config, call.saes, call.device, key, str(call.scratch), True, artifacts_path=str(place))
+    main.run_eval(config, call.saes, call.device, key, str(call.scratch), True, artifacts_path=str(place))
     return {}
 
 
@@ -256,6 +250,8 @@ CALLS: dict[str, Callable[[Call], Json]] = {
     "meta_structure": run_meta_structure,
 }
 """Each returns figures of our own to stand beside those of the package."""
+BELOW_HOOK = ("absorption", "sparse_probing_sae_probes")
+"""Evals that read nothing of the model above the hook, and would run it to the end all the same."""
 
 
 def _activations(call: Call) -> Json:

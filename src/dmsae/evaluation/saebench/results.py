@@ -1,6 +1,7 @@
 """What SAEBench found, read back from the files that its plotting reads."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -101,4 +102,5 @@ def _number(metrics: Json, place: str) -> float | None:
     value: Any = metrics
     for part in place.split("."):
         value = value.get(part) if isinstance(value, dict) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if usable else None

@@ -87,21 +87,24 @@ class Worker:
         self.job, self._events = job, events
         self._model_name = lens.register(job.model)
         self._versions = package.versions()
-        self._unfinished = job.out / "unfinished" / job.eval
+        self._unfinished = job.out / "unfinished"
 
     def run(self) -> None:
         """Evaluate the SAEs one after the other; one that fails does not stop the others."""
+        from dmsae.evaluation.saebench.calls import BELOW_HOOK
+        from dmsae.evaluation.saebench.lens import loaded_once
         from dmsae.evaluation.saebench.needs import missing
 
         self._events.say(Event("ready", text=f"SAEBench {self._versions['sae-bench']}"))
         lacking = missing(self.job, self._model_name)
-        for sae in self.job.saes:
-            if is_kept(self.job, sae):
-                self._events.say(Event("kept", sae.name))
-            elif lacking:
-                self._events.say(Event("not run", sae.name, lacking))
-            else:
-                self._events.say(self._attempt(sae))
+        with loaded_once(self.job.model.layer + 1 if self.job.eval in BELOW_HOOK else None):
+            for sae in self.job.saes:
+                if is_kept(self.job, sae):
+                    self._events.say(Event("kept", sae.name))
+                elif lacking:
+                    self._events.say(Event("not run", sae.name, lacking))
+                else:
+                    self._events.say(self._attempt(sae))
         shutil.rmtree(self._unfinished, ignore_errors=True)
 
     def _attempt(self, sae: JobSAE) -> Event:
@@ -123,7 +126,7 @@ class Worker:
         own = job.cache / job.eval / "saes" / job.key(sae)[:16]
         if job.force:
             shutil.rmtree(own, ignore_errors=True)
-        scratch = self._unfinished / sae.name
+        scratch = self._unfinished / job.eval / sae.name
         shutil.rmtree(scratch, ignore_errors=True)
         (scratch / "result").mkdir(parents=True)
         self._enter(scratch / "workplace")
