@@ -20,9 +20,10 @@ GROUPS = {
     "store": ("list", "show", "verify", "import", "remove"),
     "core": ("show", "diff", "select", "survival", "ablate"),
 }
-SINGLE = ("harvest", "train", "distill", "transfer", "evaluate", "status")
+SINGLE = ("harvest", "train", "distill", "transfer", "evaluate", "experiment", "figures", "report", "status")
 VERBS = [(name, verb) for name, verbs in GROUPS.items() for verb in verbs]
-VERBS += [("evaluate", verb) for verb in import_module("dmsae.commands.evaluate").COMMANDS]
+for both, module in (("evaluate", "evaluate"), ("experiment", "experiments")):
+    VERBS += [(both, verb) for verb in import_module(f"dmsae.commands.{module}").COMMANDS]
 COMMANDS = [[], *([name] for name in (*GROUPS, *SINGLE)), *map(list, VERBS)]
 
 

@@ -13,6 +13,7 @@ from dmsae.errors import CheckpointError, ConfigError
 from dmsae.experiments.catalog import EXPERIMENTS, PARTS, settings_of
 from dmsae.experiments.grid import GRIDS, Preset
 from dmsae.experiments.lab import Lab
+from dmsae.experiments.parts.regime import FRESH, chosen
 from dmsae.experiments.results import Spread, kept_or_run, over_seeds, read_results, result_file
 from dmsae.experiments.tables import tables, text
 from dmsae.training.config import TrainConfig
@@ -40,7 +41,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lab(planted: Planted, directory: Path) -> Lab:
-    return Lab(planted.store, BASE, directory / "runs")
+    return Lab(planted.store, BASE, directory)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,16 @@ def test_the_benchmark_scores_every_sae_beside_nulls(results: Path) -> None:
     explained = {row["sae"]: row for row in found["scores"] if row["figure"] == "fve"}
     assert set(explained) == names
     assert explained["msae-k6"]["nulls"]["untrained"] < explained["msae-k6"]["score"]
+
+
+def test_a_regime_is_confirmed_with_a_fresh_seed(results: Path, lab: Lab) -> None:
+    tried, confirmed = figures(results, "regime")["regimes"], figures(results, "confirmation")
+    assert [one["regime"] for one in tried] == ["as the recipe", "half"]
+    assert confirmed["chosen"] == max(tried, key=lambda one: one["margin"])["regime"]
+    assert {one["seed"] for one in tried} == {0}
+    assert [one["seed"] for one in confirmed["regimes"]] == [FRESH]
+    with pytest.raises(ConfigError, match="run the part regime first"):
+        chosen(Lab(lab.store, BASE, results))
 
 
 def test_what_two_parts_need_is_trained_once(results: Path, directory: Path, lab: Lab) -> None:

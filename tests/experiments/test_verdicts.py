@@ -92,6 +92,7 @@ PLANTED: dict[str, Json] = {
             row("random_subset-detector-k4", price=0.04),
         ]
     },
+    "confirmation": {"regimes": [{"margin": 0.02}]},
     "selection": {
         "rules": [
             {"rule": "attribution", "share_of_effect": 0.9},
@@ -99,7 +100,7 @@ PLANTED: dict[str, Json] = {
         ]
     },
 }
-EXPECTED = [0.7, 0.5, 0.6, 1.0, 0.007, 0.21, 0.01, 0.09, 0.02, 0.03, 0.3, 0.5]
+EXPECTED = [0.7, 0.5, 0.6, 1.0, 0.007, 0.21, 0.01, 0.09, 0.02, 0.03, 0.3, 0.5, 0.02]
 
 
 def test_each_statistic_is_what_it_says() -> None:
@@ -111,7 +112,7 @@ def test_each_statistic_is_what_it_says() -> None:
 
 
 def test_figures_that_lack_what_a_claim_needs_leave_it_untested() -> None:
-    empty = {"rows": [], "cycles": [], "curves": {}, "rules": [{"rule": "attribution", "share_of_effect": 0.5}]}
+    empty = {"rows": [], "cycles": [], "curves": {}, "regimes": [{"margin": None}]}
     for claim in CLAIMS:
         if claim.part != "selection":
             assert judge(claim, [{"part": claim.part, "seed": 0, "figures": empty}]).outcome is Outcome.UNTESTED

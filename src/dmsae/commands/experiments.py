@@ -14,7 +14,7 @@ from dmsae.disk import layout
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from dmsae.experiments.tables import TextTable
 
-Name = Literal["cycles", "tau", "sparsity", "random-core", "selection", "benchmark", "price", "all"]
+Name = Literal["cycles", "tau", "sparsity", "random-core", "selection", "benchmark", "price", "regime", "all"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class ExperimentCommand:
     core hold? sparsity: at which k is most carried over? random-core: does a random core decay while a distilled one
     stays in use? selection: what does gradient × activation buy over simpler rules? benchmark: what is an SAE from a
     distilled core worth, against its measured L0, beside MSAE and BatchTopK? price: how many latents can be kept, at
-    what price, by every rule, freeze and number of cycles, beside random controls? all: everything.
+    what price, by every rule, freeze and number of cycles, beside random controls? regime: where do detectors beat
+    every control, confirmed with fresh seeds? all: everything.
 
     Each part and seed is kept as a small JSON file as it ends. The same command goes on where it stopped, and
     experiments in one directory share their runs.
@@ -71,12 +72,12 @@ def run(command: ExperimentCommand) -> None:
     require(not unknown, "parts", unknown, f"be among those of the experiment: {', '.join(parts)}")
     sections = read_sections(command.recipe or RECIPES[preset])
     store = Harvest(sections.harvest, command.root, TERMINAL).run()
-    lab, grid = Lab(store, sections.distill, command.out / "runs", TERMINAL), GRIDS[preset]
+    lab, grid = Lab(store, sections.distill, command.out, TERMINAL), GRIDS[preset]
     for part in command.parts or parts:
         for seed in command.seeds:
             TERMINAL.note(f"Part {part}, seed {seed}")
             work = partial(PARTS[part], lab, grid, seed)
-            kept_or_run(command.out / layout.RESULTS, part, seed, settings_of(lab, grid), work)
+            kept_or_run(lab.results, part, seed, settings_of(lab, grid), work)
     experiment_show(command.out / layout.RESULTS)
     experiment_verdicts(command.out / layout.RESULTS)
 

@@ -9,7 +9,18 @@ from typing import NamedTuple
 from dmsae.config import Json, to_dict
 from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Lab
-from dmsae.experiments.parts import benchmark, capped, consensus, cycles, paper, random_core, selection, sparsity, tau
+from dmsae.experiments.parts import (
+    benchmark,
+    capped,
+    consensus,
+    cycles,
+    paper,
+    random_core,
+    regime,
+    selection,
+    sparsity,
+    tau,
+)
 
 
 class Experiment(NamedTuple):
@@ -29,6 +40,8 @@ PARTS: dict[str, Callable[[Lab, Grid, int], Json]] = {
     "consensus": consensus.run,
     "selection": selection.run,
     "benchmark": benchmark.run,
+    "regime": regime.run,
+    "confirmation": regime.confirm,
 }
 
 EXPERIMENTS = {
@@ -43,6 +56,9 @@ EXPERIMENTS = {
     "price": Experiment(
         "How many latents can be kept, holding how much of the attribution, at what price?",
         ("paper", "capped", "consensus", "cycles"),
+    ),
+    "regime": Experiment(
+        "Where do detectors beat every control at matched L0, with fresh seeds?", ("regime", "confirmation")
     ),
 }
 

@@ -26,6 +26,19 @@ RECIPES = {Preset.SMOKE: "smoke", Preset.SMALL: "demo", Preset.MEDIUM: "default"
 
 
 @dataclass(frozen=True, slots=True)
+class Regime:
+    """Settings under which detectors are tried; factors are of what the recipe says."""
+
+    name: str
+    k_factor: float = 1.0
+    prefix0_factor: float = 1.0
+    coverage: float = 0.9
+    token_factor: float = 1.0
+    over: str = "all"
+    """Positions over which scores take their quantile: all, or active."""
+
+
+@dataclass(frozen=True, slots=True)
 class Grid:
     """What the parts vary. Multiples are of what the recipe says."""
 
@@ -59,6 +72,14 @@ class Grid:
     """What SAEs are evaluated by, in the part `benchmark`."""
     token_factors: tuple[float, ...] = (1.0, 3.0)
     """Lengths of training in the part `consistency`."""
+    regimes: tuple[Regime, ...] = (
+        Regime("as the recipe"),
+        Regime("wide prefix-0", prefix0_factor=4, coverage=0.5),
+        Regime("wide prefix-0, sparser", k_factor=0.5, prefix0_factor=4, coverage=0.5),
+        Regime("active positions", prefix0_factor=4, coverage=0.5, over="active"),
+        Regime("longer", prefix0_factor=4, coverage=0.5, token_factor=2),
+    )
+    """What the part `regime` tries."""
     ablated: int = 32
     """Latents that are ablated, in the part `selection`."""
     ablation_contexts: int = 64
@@ -79,6 +100,7 @@ GRIDS = {
         random_k_factors=(1.0,),
         benchmark_k_factors=(1.0,),
         token_factors=(1.0,),
+        regimes=(Regime("as the recipe"), Regime("half", coverage=0.5)),
         ablated=4,
         ablation_contexts=4,
     ),

@@ -50,7 +50,8 @@ class Lab:
     """A store, the settings that an experiment departs from, and the runs made so far."""
 
     def __init__(self, store: Store, base: DistillConfig, directory: Path, progress: Progress = SILENT) -> None:
-        self.store, self._directory, self._progress = store, directory, progress
+        self.store, self._directory, self._progress = store, directory / "runs", progress
+        self.results = directory / layout.RESULTS
         often = max(1, base.train.schedule().steps // _LINES)
         self.base = replace(base, train=replace(base.train, log_every=often))
 

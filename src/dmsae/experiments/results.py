@@ -67,6 +67,11 @@ def read_results(directory: Path) -> list[Json]:
     return sorted(results, key=lambda one: (one["part"], one["seed"]))
 
 
+def part_results(directory: Path, part: str) -> list[Json]:
+    """Return the figures of one part, by seed; none when it has not been run."""
+    return sorted((_read(path) for path in directory.glob(f"{part}-seed-*.json")), key=lambda one: one["seed"])
+
+
 def over_seeds(results: Sequence[Json], part: str, figures: Sequence[str]) -> dict[str, dict[str, Spread | None]]:
     """Return, for each SAE of a part, the spread of some figures over seeds, in the order of the first seed."""
     rows: dict[str, list[Json]] = {}

@@ -49,8 +49,9 @@ def tables(results: Sequence[Json]) -> list[TextTable]:
                 for name, spread in spreads.items()
             ]
             made.append(TextTable(title, ["SAE", *(heading for heading, _ in COLUMNS.values())], rows))
-        if cycles := _cycles([result for result in results if result["part"] == part]):
-            made.append(TextTable(f"{title}: cores by cycle", ["run", "cycle", "size", "kept", "of the first"], cycles))
+        of_part = [result["figures"] for result in results if result["part"] == part]
+        others = (_cycles(of_part), _rules(of_part), _regimes(of_part))
+        made += [table._replace(title=f"{title}{table.title}") for table in others if table.rows]
     return made
 
 
@@ -74,13 +75,34 @@ def text(spread: Spread | None, digits: int) -> str:
     return f"{spread.mean:.{digits}f} ± {spread.sd:.{max(digits, 1)}f}"
 
 
-def _cycles(results: Sequence[Json]) -> list[list[str]]:
+def _cycles(figures: Sequence[Json]) -> TextTable:
     """Return a row for each cycle of each distillation: how large its core is, and how much of others is in it."""
-    grouped: dict[tuple[str, int], list[Json]] = {}
-    for result in results:
-        for cycle in result["figures"].get("cycles", ()):
-            grouped.setdefault((cycle["run"], cycle["cycle"]), []).append(cycle)
+    columns = {"size": 1, "kept": 1, "of_first": 1, "median_rate": 3}
+    rows = _grouped([one for found in figures for one in found.get("cycles", ())], ("run", "cycle"), columns)
+    return TextTable(": cores by cycle", ["run", "cycle", "size", "kept", "of the first", "median rate"], rows)
+
+
+def _rules(figures: Sequence[Json]) -> TextTable:
+    """Return a row for each rule: how its ranking agrees with ablation."""
+    columns = {"spearman": 2, "share_of_effect": 3}
+    rows = _grouped([one for found in figures for one in found.get("rules", ())], ("rule",), columns)
+    return TextTable(": rules", ["rule", "rank correlation with ablation", "share of its effect"], rows)
+
+
+def _regimes(figures: Sequence[Json]) -> TextTable:
+    """Return a row for each regime: what detectors cost there, and their margin over the best control."""
+    columns = {"n_core": 0, "price": 4, "margin": 4}
+    tried = [one for found in figures for one in found.get("regimes", ())]
+    rows = _grouped(tried, ("regime",), columns)
+    return TextTable(": regimes", ["regime", "core", "price", "margin over the best control"], rows)
+
+
+def _grouped(entries: Sequence[Json], keys: tuple[str, ...], columns: dict[str, int]) -> list[list[str]]:
+    """Return a row of spreads for each group of entries that agree in some keys, in the order of their appearance."""
+    groups: dict[tuple[str, ...], list[Json]] = {}
+    for entry in entries:
+        groups.setdefault(tuple(str(entry[key]) for key in keys), []).append(entry)
     return [
-        [run, str(cycle), *(text(Spread.of([one[name] for one in ones]), 1) for name in ("size", "kept", "of_first"))]
-        for (run, cycle), ones in grouped.items()
+        [*group, *(text(Spread.of([one.get(name) for one in ones]), digits) for name, digits in columns.items())]
+        for group, ones in groups.items()
     ]

@@ -3,10 +3,11 @@
 Random detectors have the same firing rates and mean activations. Other rules choose among the same candidates.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dmsae.config import Json
-from dmsae.cores.controls import RandomKind, core_by_rule
+from dmsae.cores.controls import RandomKind, Rule, core_by_rule
 from dmsae.cores.core import Core, Provenance
 from dmsae.distillation.config import DistillConfig
 from dmsae.distillation.transfer import Budget, TransferConfig, sae_specs
@@ -21,7 +22,7 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     config = replace(lab.base, seed=seed, max_rate=grid.max_rate)
     core = lab.first_core(config)
     chosen = detectors(lab, config, "capped")
-    beside, left_out = _fitting(lab, chosen, _by_rules(lab, grid, config, len(core)))
+    beside, left_out = fitting(lab, chosen, by_rules(lab, config, grid.rules, len(core)))
     known = [lab.held(one, config) for one in (core, *beside.values())]
     return {"rows": lab.rows(lab.transfer(chosen, core, beside), config, known), "left_out": left_out}
 
@@ -38,21 +39,21 @@ def detectors(lab: Lab, config: DistillConfig, purpose: str) -> TransferConfig:
     )
 
 
-def _by_rules(lab: Lab, grid: Grid, config: DistillConfig, n: int) -> dict[str, Core]:
+def by_rules(lab: Lab, config: DistillConfig, rules: Sequence[Rule], n: int) -> dict[str, Core]:
+    """Return the cores of n latents that other rules choose among the candidates below the cap of a distillation."""
     start, provenance = lab.start(config), Provenance.of(lab.store, config.result_settings())
-    pool = start.attribution.among(start.attribution.firing_rates_P <= grid.max_rate)
-    return {
-        str(rule): core_by_rule(rule, start.sae, pool, n, lab.store, provenance, config.seed) for rule in grid.rules
-    }
+    cap = 1.0 if config.max_rate is None else config.max_rate
+    pool = start.attribution.among(start.attribution.firing_rates_P <= cap)
+    return {str(rule): core_by_rule(rule, start.sae, pool, n, lab.store, provenance, config.seed) for rule in rules}
 
 
-def _fitting(lab: Lab, chosen: TransferConfig, cores: dict[str, Core]) -> tuple[dict[str, Core], Json]:
+def fitting(lab: Lab, chosen: TransferConfig, cores: dict[str, Core]) -> tuple[dict[str, Core], Json]:
     """Return the cores that fit the total budget, and why the others do not."""
-    fitting, left_out = {}, {}
+    found, left_out = {}, {}
     for name, core in cores.items():
         try:
             sae_specs(chosen, core, lab.store)
-            fitting[name] = core
+            found[name] = core
         except ConfigError as error:
             left_out[name] = str(error)
-    return fitting, left_out
+    return found, left_out
