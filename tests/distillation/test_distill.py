@@ -85,8 +85,8 @@ def test_directions_that_carry_gradient_are_recovered(seed: int, tmp_path: Path)
     inside = torch.nn.functional.normalize(core.encoder_CD @ planted.directions.T, dim=1)
     cosine, nearest = inside.max(dim=1)
     assert cosine.median() >= 0.97
-    assert (nearest < planted.n_loud).float().mean() >= 0.9
-    assert len(set(nearest.tolist()) & set(range(planted.n_loud))) >= planted.n_loud - 1
+    assert (nearest < planted.n_read).float().mean() >= 0.9
+    assert len(set(nearest.tolist()) & set(range(planted.n_read))) >= planted.n_read - 1
 
 
 def test_the_distilled_core_holds_the_rows_that_both_of_the_last_cores_hold(run: Path) -> None:

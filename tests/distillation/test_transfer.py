@@ -54,7 +54,7 @@ def core_of(encoder_CD: Tensor, store: str) -> Core:
 
 @pytest.fixture(scope="module")
 def core(planted: Planted) -> Core:
-    n = planted.n_loud
+    n = planted.n_read
     return core_of(planted.directions[:n] * torch.linspace(0.5, 2, n)[:, None], planted.store.key)
 
 
