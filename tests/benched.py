@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dmsae.activations.base_model import ModelConfig, identify
 from dmsae.evaluation.evaluate import digest_of
-from dmsae.evaluation.saebench.job import Job, JobModel, JobSAE
+from dmsae.evaluation.saebench.job import How, Job, JobModel, JobSAE
 from dmsae.sae.config import CoreMode, SAEConfig
 from dmsae.sae.detectors import Detectors
 from dmsae.sae.sae import SAE
@@ -50,5 +50,5 @@ def job_of(eval_name: str, saes: list[JobSAE], model: Path, layer: int, out: Pat
     """A job on a model in a directory, in float32 on the CPU."""
     identity = identify(ModelConfig(str(model), hook=layer, device="cpu"))
     entry = JobModel(str(model), model, identity.weights_sha256, layer)
-    how = {name: settings.pop(name) for name in ("data", "prepend_bos", "force") if name in settings}
-    return Job(eval_name, tuple(saes), entry, settings, out, out / "cache", device="cpu", **how)
+    how = How(data=settings.pop("data", None), device="cpu")
+    return Job(eval_name, tuple(saes), entry, settings, out, out / "cache", how)

@@ -14,7 +14,7 @@ from dmsae.activations.splits import Split
 from dmsae.errors import BenchmarkError, ConfigError
 from dmsae.evaluation.saebench.evals import EVALS, read_changes, require_evals, settings_of
 from dmsae.evaluation.saebench.heldout import heldout_text
-from dmsae.evaluation.saebench.job import Event, Job, JobModel, JobSAE, layer_of, require_name
+from dmsae.evaluation.saebench.job import Event, How, Job, JobModel, JobSAE, layer_of, require_name
 from dmsae.evaluation.saebench.results import read_figures
 from dmsae.evaluation.saebench.runner import run_saebench
 from dmsae.evaluation.saebench.words import sample_words
@@ -130,19 +130,19 @@ def test_a_result_with_other_settings_is_made_again(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"seed": 1},
-        {"dtype": "bfloat16"},
-        {"prepend_bos": False},
+        {"how": How(seed=1)},
+        {"how": How(dtype="bfloat16")},
+        {"how": How(prepend_bos=False)},
+        {"how": How(data=Path("data"))},
         {"settings": {"k": 2}},
         {"model": replace(MODEL, layer=4)},
-        {"data": Path("data")},
     ],
 )
 def test_a_result_depends_on_all_that_can_change_it(change: dict[str, Any]) -> None:
     job = Job("core", SAES, MODEL, {"k": 1}, Path("out"), Path("cache"))
     assert job.key(SAES[0]) != job.key(SAES[1])
     assert replace(job, **change).key(SAES[0]) != job.key(SAES[0])
-    assert replace(job, out=Path("elsewhere"), device="cuda", force=True).key(SAES[0]) == job.key(SAES[0])
+    assert replace(job, out=Path("elsewhere"), how=How(device="cuda", force=True)).key(SAES[0]) == job.key(SAES[0])
 
 
 def test_an_eval_that_cannot_run_is_listed_with_its_reason(bench: Bench) -> None:
@@ -207,7 +207,7 @@ def test_a_misleading_directory_is_pointed_out(bench: Bench, tmp_path: Path) -> 
 
 
 def test_a_job_survives_its_file(tmp_path: Path) -> None:
-    job = Job("core", SAES, MODEL, {"context_size": 64, "dataset": "x"}, tmp_path, tmp_path, data=tmp_path, seed=7)
+    job = Job("core", SAES, MODEL, {"context_size": 64, "dataset": "x"}, tmp_path, tmp_path, How(data=tmp_path, seed=7))
     job.write(tmp_path / "job.json")
     assert Job.read(tmp_path / "job.json") == job
     (tmp_path / "job.json").write_text('{"eval": "core"}')

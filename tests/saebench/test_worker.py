@@ -21,7 +21,7 @@ from sae_bench.sae_bench_utils.graphing_utils import find_eval_results_files, ge
 from dmsae.errors import ConfigError
 from dmsae.evaluation.saebench import package
 from dmsae.evaluation.saebench.evals import EVALS, settings_of
-from dmsae.evaluation.saebench.job import Event, Job, JobSAE
+from dmsae.evaluation.saebench.job import Event, How, Job, JobSAE
 from dmsae.evaluation.saebench.results import read_figures
 from dmsae.evaluation.saebench.runner import run_saebench
 from dmsae.evaluation.saebench.worker import Worker
@@ -271,7 +271,7 @@ def test_a_process_of_its_own_is_driven_from_outside(
     tiny_model: Path, saes: list[JobSAE], text: Path, tmp_path: Path
 ) -> None:
     job = job_of("core", saes, tiny_model, 0, tmp_path)
-    where: dict[str, Any] = {"environment": Path(sys.prefix), "device": "cpu"}
+    where: dict[str, Any] = {"environment": Path(sys.prefix), "how": How(device="cpu")}
     changes = {"core": TINY_CORE | {"dataset": str(text)}}
     summary = run_saebench(saes, job.model, tmp_path / "out", ["core", "ravel"], changes=changes, **where)
     assert [outcome.state for outcome in summary.outcomes] == ["done", "done", "not run", "not run"]

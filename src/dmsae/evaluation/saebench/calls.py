@@ -55,13 +55,13 @@ class Call(NamedTuple):
     def shared(self, *names: str) -> Path:
         """Return a place for what does not depend on the SAE, keyed by settings of the eval on which it does."""
         settings = [self.job.settings.get(name) for name in names]
-        key = canonical_hash([settings, self.job.seed, self.job.dtype])[:12]
+        key = canonical_hash([settings, self.job.how.seed, self.job.how.dtype])[:12]
         return self.job.cache / self.job.eval / key
 
     def config(self, make: Callable[..., Any], **fixed: Any) -> Any:
         """Return the eval's config: the settings of the job that are the package's, and what follows from the job."""
         theirs = {name: value for name, value in self.job.settings.items() if name != WORDS}
-        return make(model_name=self.model_name, random_seed=self.job.seed, **theirs, **fixed)
+        return make(model_name=self.model_name, random_seed=self.job.how.seed, **theirs, **fixed)
 
 
 def seed_everything(seed: int) -> None:
@@ -75,7 +75,7 @@ def run_core(call: Call) -> Json:
     """Run `core`, and return the true fraction of variance explained on the same tokens beside its inflated one."""
     from sae_bench.evals.core import main
 
-    settings = {"verbose": True, "dtype": call.job.dtype, "device": call.device, **call.job.settings}
+    settings = {"verbose": True, "dtype": call.job.how.dtype, "device": call.device, **call.job.settings}
     with watching_variance(main, call.adapter) as explained, _logged_errors(main.logger) as errors:
         main.multiple_evals(call.saes, output_folder=str(call.scratch), force_rerun=True, **settings)
     if errors:
@@ -89,15 +89,15 @@ def run_absorption(call: Call) -> Json:
     from sae_bench.evals.absorption.eval_config import AbsorptionEvalConfig
     from sae_bench.evals.absorption.vocab import get_alpha_tokens
 
-    config = call.config(AbsorptionEvalConfig, llm_dtype=call.job.dtype)
+    config = call.config(AbsorptionEvalConfig, llm_dtype=call.job.how.dtype)
     n_words = call.job.settings.get(WORDS)
 
     def vocabulary(tokenizer: Any, *_: Any, **__: Any) -> list[str]:
-        return sample_words(one_token_words(get_alpha_tokens(tokenizer), tokenizer), n_words, call.job.seed)
+        return sample_words(one_token_words(get_alpha_tokens(tokenizer), tokenizer), n_words, call.job.how.seed)
 
     def seeded(function: Callable[..., Any], **places: Path) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            seed_everything(call.job.seed)  # whatever was found finished before
+            seed_everything(call.job.how.seed)  # whatever was found finished before
             return function(*args, **kwargs, **places)
 
         return run
@@ -136,8 +136,8 @@ def _train_probes(call: Call, config: Any, probes: Path) -> None:
         return
     unfinished = probes.with_name("unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    seed_everything(call.job.seed)
-    dtype = getattr(torch, call.job.dtype)
+    seed_everything(call.job.how.seed)
+    dtype = getattr(torch, call.job.how.dtype)
     model = HookedTransformer.from_pretrained_no_processing(call.model_name, device=call.device, dtype=dtype)
     common.train_and_save_probes(
         model,
@@ -174,7 +174,7 @@ def run_sparse_probing(call: Call) -> Json:
     from sae_bench.evals.sparse_probing import main
     from sae_bench.evals.sparse_probing.eval_config import SparseProbingEvalConfig
 
-    config = call.config(SparseProbingEvalConfig, llm_dtype=call.job.dtype)
+    config = call.config(SparseProbingEvalConfig, llm_dtype=call.job.how.dtype)
     main.run_eval(config, call.saes, call.device, str(call.scratch), True, **_activations(call))
     return {}
 
@@ -185,7 +185,7 @@ def run_scr_or_tpp(call: Call) -> Json:
     from sae_bench.evals.scr_and_tpp.eval_config import ScrAndTppEvalConfig
 
     scr = call.job.eval == "scr"
-    config = call.config(ScrAndTppEvalConfig, llm_dtype=call.job.dtype, perform_scr=scr)
+    config = call.config(ScrAndTppEvalConfig, llm_dtype=call.job.how.dtype, perform_scr=scr)
     main.run_eval(config, call.saes, call.device, str(call.scratch), True, **_activations(call))
     return {}
 
@@ -196,7 +196,7 @@ def run_ravel(call: Call) -> Json:
     from sae_bench.evals.ravel.eval_config import RAVELEvalConfig
 
     place = call.shared(*call.job.settings)
-    config = call.config(RAVELEvalConfig, llm_dtype=call.job.dtype, artifact_dir=str(place))
+    config = call.config(RAVELEvalConfig, llm_dtype=call.job.how.dtype, artifact_dir=str(place))
     main.run_eval(config, call.saes, call.device, str(call.scratch), True, artifacts_path=str(place))
     return {}
 
@@ -208,9 +208,9 @@ def run_unlearning(call: Call) -> Json:
 
     corpus = Path.cwd() / "sae_bench" / "evals" / "unlearning" / "data" / needs.FORGET
     corpus.parent.mkdir(parents=True, exist_ok=True)
-    if not corpus.exists() and call.job.data is not None:
-        corpus.symlink_to(call.job.data / needs.FORGET)
-    config = call.config(UnlearningEvalConfig, llm_dtype=call.job.dtype)
+    if not corpus.exists() and call.job.how.data is not None:
+        corpus.symlink_to(call.job.how.data / needs.FORGET)
+    config = call.config(UnlearningEvalConfig, llm_dtype=call.job.how.dtype)
     main.run_eval(config, call.saes, call.device, str(call.scratch), artifacts_path=str(call.own))
     return {}
 
@@ -220,7 +220,7 @@ def run_autointerp(call: Call) -> Json:
     from sae_bench.evals.autointerp import main
     from sae_bench.evals.autointerp.eval_config import AutoInterpEvalConfig
 
-    config = call.config(AutoInterpEvalConfig, llm_dtype=call.job.dtype)
+    config = call.config(AutoInterpEvalConfig, llm_dtype=call.job.how.dtype)
     place, key = call.shared("dataset_name"), os.environ[needs.KEY]
     place.mkdir(parents=True, exist_ok=True)
     main.run_eval(config, call.saes, call.device, key, str(call.scratch), True, artifacts_path=str(place))
@@ -232,7 +232,7 @@ def run_meta_structure(call: Call) -> Json:
     from sae_bench.evals.meta_structure import main
     from sae_bench.evals.meta_structure.eval_config import MetaStructureEvalConfig
 
-    config = MetaStructureEvalConfig(**{"random_seed": call.job.seed, **call.job.settings})
+    config = MetaStructureEvalConfig(**{"random_seed": call.job.how.seed, **call.job.settings})
     main.run_eval(config, call.saes, call.device, str(call.scratch))
     return {}
 

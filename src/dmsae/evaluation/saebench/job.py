@@ -5,10 +5,11 @@ A job is one eval on some SAEs of one model and hook. It is a JSON file; the wor
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
+from dmsae.activations.dtypes import DtypeName
 from dmsae.config import Json, from_dict, to_dict
 from dmsae.disk.files import canonical_hash, write_json
 from dmsae.errors import BenchmarkError, ConfigError, first_line
@@ -52,6 +53,24 @@ class JobModel:
 
 
 @dataclass(frozen=True, slots=True)
+class How:
+    """How evals run, whichever they are."""
+
+    data: Path | None = None
+    """Directory with copies of Hub data sets as <owner>/<name>, for machines without network."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`."""
+    dtype: DtypeName = "float32"
+    """The arithmetic of the model and of the SAE."""
+    seed: int = 42
+    """Of everything that the package draws."""
+    prepend_bos: bool = True
+    """Whether running text gets a BOS token at the start of each context, as in the published results."""
+    force: bool = False
+    """Evaluate again what has been evaluated."""
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One eval on some SAEs."""
 
@@ -63,16 +82,7 @@ class Job:
     """Results go to `<out>/<eval>`, records to `<out>/records/<eval>`."""
     cache: Path
     """Where what does not depend on an SAE is kept, and what an interrupted eval had finished."""
-    data: Path | None = None
-    """Copies of Hub data sets as `<owner>/<name>`, for machines without network."""
-    device: str = "auto"
-    dtype: str = "float32"
-    """The arithmetic of the model and of the SAE."""
-    seed: int = 42
-    prepend_bos: bool = True
-    """Whether running text gets a BOS token at the start of each context, as in the published results."""
-    force: bool = False
-    """Evaluate again what has been evaluated."""
+    how: How = field(default_factory=How)
 
     def key(self, sae: JobSAE) -> str:
         """Return a hash of all that the result of an SAE depends on."""
@@ -80,8 +90,8 @@ class Job:
 
     def shared_key(self) -> str:
         """Return a hash of all that results depend on beside the SAE."""
-        how = [self.settings, self.dtype, self.seed, self.prepend_bos, str(self.data)]
-        return canonical_hash([self.eval, self.model.digest, self.model.layer, *how])
+        how = [self.how.dtype, self.how.seed, self.how.prepend_bos, str(self.how.data)]
+        return canonical_hash([self.eval, self.settings, self.model.digest, self.model.layer, *how])
 
     def result(self, sae: JobSAE) -> Path:
         """Return where the package's plotting expects the result of an SAE."""

@@ -65,7 +65,7 @@ def _missing_data(job: Job, names: list[str], setting: str) -> str:
 
 def _why_not(job: Job, name: str) -> str:
     """Return why a data set cannot be had; empty when it can."""
-    if Path(name).is_dir() or (job.data is not None and (job.data / name).is_dir()):
+    if Path(name).is_dir() or (job.how.data is not None and (job.how.data / name).is_dir()):
         return ""
     try:
         snapshot_download(name, repo_type="dataset", local_files_only=True)
@@ -94,7 +94,7 @@ def _missing_for_ravel(job: Job, model_name: str) -> str:
 def _missing_for_unlearning(job: Job, model_name: str) -> str:
     if model_name != _UNLEARNING_MODEL:
         return f"It has a prompt only for {_UNLEARNING_MODEL}; these SAEs are of {job.model.name}."
-    if job.data is None or not (job.data / FORGET).is_file():
+    if job.how.data is None or not (job.how.data / FORGET).is_file():
         return f"It needs {FORGET}, which its authors give out on request (cais/wmdp-corpora). Put it below --data."
     return _missing_data(job, ["cais/wmdp", "cais/mmlu"], "nothing: it has no other data")
 

@@ -83,7 +83,7 @@ def read_figures(job: Job, sae: JobSAE) -> dict[str, float]:
 
 def is_kept(job: Job, sae: JobSAE) -> bool:
     """Return whether there is a result that was made from the same SAE, model and settings."""
-    if job.force or not (job.result(sae).is_file() and job.record(sae).is_file()):
+    if job.how.force or not (job.result(sae).is_file() and job.record(sae).is_file()):
         return False
     return bool(_read(job.record(sae)).get("key") == job.key(sae))
 

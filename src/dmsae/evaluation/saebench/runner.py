@@ -20,7 +20,7 @@ from dmsae.errors import BenchmarkError, ConfigError
 from dmsae.evaluation.saebench.environment import find_python, started
 from dmsae.evaluation.saebench.evals import HELDOUT, require_evals, settings_of
 from dmsae.evaluation.saebench.heldout import HeldoutText
-from dmsae.evaluation.saebench.job import Event, Job, JobModel, JobSAE, require_name, routed_by
+from dmsae.evaluation.saebench.job import Event, How, Job, JobModel, JobSAE, require_name, routed_by
 from dmsae.evaluation.saebench.results import Outcome, State, Summary, is_kept, read_figures
 from dmsae.progress import SILENT, Bar, Progress
 
@@ -38,14 +38,14 @@ def run_saebench(
     small: bool = False,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
     heldout: HeldoutText | None = None,
+    how: How | None = None,
     environment: Path | None = None,
     progress: Progress = SILENT,
-    **how: Any,
 ) -> Summary:
     """Run evals of SAEBench on SAEs of one model and hook, and return how each ended.
 
     Settings are the published ones, or those for a machine without a GPU (`small`), with `changes` by eval. `heldout`
-    is text for the core eval. `how` goes into every job: data, device, dtype, seed, prepend_bos, force.
+    is text for the core eval.
     """
     python = find_python(environment)
     evals = require_evals(evals)
@@ -66,7 +66,7 @@ def run_saebench(
     with exclusive_lock(out / layout.LOCK, f"The results in {out}"):
         for index, name in enumerate(evals):
             progress.note(f"{name} ({index + 1} of {len(evals)})")
-            job = Job(name, tuple(saes), model, settings[name], out, cache, **how)
+            job = Job(name, tuple(saes), model, settings[name], out, cache, how or How())
             summary.outcomes.extend(_run(job, python, progress))
             summary.save(out)
     return summary

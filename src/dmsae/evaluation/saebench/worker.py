@@ -124,13 +124,13 @@ class Worker:
 
         job = self.job
         own = job.cache / job.eval / "saes" / job.key(sae)[:16]
-        if job.force:
+        if job.how.force:
             shutil.rmtree(own, ignore_errors=True)
         scratch = self._unfinished / job.eval / sae.name
         shutil.rmtree(scratch, ignore_errors=True)
         (scratch / "result").mkdir(parents=True)
         self._enter(scratch / "workplace")
-        seed_everything(job.seed)
+        seed_everything(job.how.seed)
         figures = CALLS[job.eval](self._prepared(sae, scratch / "result", own))
         self._keep(sae, scratch / "result", {"figures": figures, "seconds": time.monotonic() - began})
 
@@ -143,15 +143,15 @@ class Worker:
         from dmsae.sae.sae import SAE
 
         job = self.job
-        dtype: torch.dtype = getattr(torch, job.dtype)
-        loaded, device = SAE.load(sae.directory), model_device(job.device)
-        adapter = Adapter(loaded, self._model_name, job.model.layer, device, dtype, job.prepend_bos)
+        dtype: torch.dtype = getattr(torch, job.how.dtype)
+        loaded, device = SAE.load(sae.directory), model_device(job.how.device)
+        adapter = Adapter(loaded, self._model_name, job.model.layer, device, dtype, job.how.prepend_bos)
         return Call(job, sae.name, adapter, self._model_name, scratch, own)
 
     def _enter(self, workplace: Path) -> None:
         """Make a directory the current one: the package looks there for data sets, and leaves things there."""
         workplace.mkdir()
-        for owner in self.job.data.iterdir() if self.job.data else ():
+        for owner in self.job.how.data.iterdir() if self.job.how.data else ():
             if owner.is_dir():
                 (workplace / owner.name).symlink_to(owner.absolute(), target_is_directory=True)
         os.chdir(workplace)
