@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
+from conftest import build_model
 from dmsae.activations.base_model import BaseModel
 from dmsae.activations.identity import ModelIdentity
 from dmsae.errors import ConfigError, ModelError
@@ -152,46 +155,15 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
     assert f1(~truth, truth) == 0
 
 
-class Letters:
-    """A tokenizer of single letters, words of two letters, a space before either, newlines and the template."""
-
-    bos_token_id = None
-
-    def __init__(self) -> None:
-        words = [first + second for first in "abcd" for second in "klmnop"]
-        tokens = ["\n", ":", "A", "B", "C", "D", *words, *(f"Ġ{word}" for word in words), "x1"]
-        self.vocab = {token: i for i, token in enumerate(tokens)}
-
-    def get_vocab(self) -> dict[str, int]:
-        return dict(reversed(self.vocab.items()))
-
-    def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        return "".join(tokens).replace("Ġ", " ")
-
-
 def test_the_vocabulary_is_words_of_letters_that_stay_one_token() -> None:
-    tokenizer = Letters()
-
-    class Splitting:
-        """Two tokens for every word that begins with d."""
-
-        bos_token_id = None
-        get_vocab, convert_tokens_to_string = tokenizer.get_vocab, tokenizer.convert_tokens_to_string
-
-        def __call__(self, texts: list[str], add_special_tokens: bool) -> "Splitting":
-            assert not add_special_tokens
-            self.input_ids = [self.ids(text) for text in texts]
-            return self
-
-        def ids(self, text: str) -> list[int]:
-            word = text.removeprefix("\n").replace(" ", "Ġ")
-            return [0, 5, 5] if word.strip("Ġ").startswith("d") else [0, tokenizer.vocab[word]]
-
-    words = vocabulary(Splitting(), "\n")
-    assert words[:5] == ["A", "B", "C", "D", "ak"]
-    assert " bl" in words
-    assert not any(word.strip().startswith("d") for word in words)
-    assert all(word.strip().isalpha() for word in words)
+    """A tokenizer that splits words at every q, so that no word with one is ever a single token."""
+    tokens = ["</s>", "<unk>", "\n", ":", "b", "ab", "aqb", "x1", "Ab", "été"]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Split("q", "isolated")]
+    )
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+    assert vocabulary(fast, "\n") == ["b", "ab", "Ab"]
 
 
 def test_prompts_spell_other_words_and_end_in_the_word() -> None:
@@ -201,13 +173,8 @@ def test_prompts_spell_other_words_and_end_in_the_word() -> None:
     assert sorted(text.splitlines()[1:-1]) == [" dog begins with: D", "emu begins with: E"]
 
 
-def spelling_model(tmp_path: Path) -> BaseModel:
+def spelling_model() -> BaseModel:
     """A tiny model whose tokenizer knows 240 words of letters."""
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    from conftest import build_model
-
     words = [first + second + third for first in "abcdef" for second in "klmnopqrst" for third in "uvwx"]
     vocabulary = {token: i for i, token in enumerate(["</s>", "<unk>", "\n", ":", *"ABCDEF", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -220,9 +187,9 @@ def spelling_model(tmp_path: Path) -> BaseModel:
 
 
 def test_measure_is_the_same_with_and_without_a_cache(tmp_path: Path) -> None:
-    model = spelling_model(tmp_path)
+    model = spelling_model()
     config = AbsorptionConfig(
-        spelling=SpellingConfig(n_words=200, n_examples=2, template="{word}:", probe_c=100.0), min_probe_f1=0.0
+        spelling=SpellingConfig(n_words=200, n_examples=2, template="{word}:", probe_c=1000.0), min_probe_f1=0.0
     )
     subjects = [
         Subject(f"seed {seed}", SAE.init(SAEConfig(16, 64, 4, (64,)), torch.Generator().manual_seed(seed)))
@@ -237,8 +204,8 @@ def test_measure_is_the_same_with_and_without_a_cache(tmp_path: Path) -> None:
     assert without[0] != without[1]
 
 
-def test_too_small_a_vocabulary_is_an_error(tmp_path: Path) -> None:
-    model = spelling_model(tmp_path)
+def test_too_small_a_vocabulary_is_an_error() -> None:
+    model = spelling_model()
     with pytest.raises(ModelError, match=r"has 246 words of letters alone, but spelling.n_words = 1,500"):
         spelled_words(model, SpellingConfig(template="{word}:"))
     with pytest.raises(ModelError, match="too few for 20 examples"):

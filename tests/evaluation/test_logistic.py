@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dmsae.evaluation.logistic import accuracy, auc, fit
+from dmsae.evaluation.logistic import accuracy, auc, fit, fit_each
 
 
 def gradient(x: Tensor, y: Tensor, w: Tensor, b: Tensor, c: float, weights: Tensor) -> Tensor:
@@ -75,3 +75,14 @@ def test_auc_counts_ties_as_half() -> None:
 
 def test_accuracy_counts_sides() -> None:
     assert accuracy(torch.tensor([2.0, -1.0, 0.5, -3.0]), torch.tensor([1, 1, 0, 0])) == 0.5
+
+
+def test_regressions_on_the_same_features_do_not_depend_on_their_scale() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 4, generator=draw)
+    y = torch.stack([x[:, 0] > 0.5, x[:, 1] > 0, torch.zeros(60, dtype=torch.bool)])
+    small, large = fit_each(x, y, 10.0), fit_each(100 * x, y, 10.0)
+    torch.testing.assert_close(small.w, 100 * large.w)
+    torch.testing.assert_close(small.logits(x), large.logits(100 * x))
+    assert not small.w[2].any()
+    assert accuracy(small.logits(x)[1], y[1]) > 0.9

@@ -5,11 +5,15 @@ is not penalised. It is strictly convex in w, so damped Newton steps reach its o
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dmsae.evaluation.cached import Tensors, cached, tensor_key
+from dmsae.progress import SILENT, Progress
 
 _MAX_STEPS = 100
 _TOLERANCE = 1e-12
@@ -47,6 +51,27 @@ def fit(x: Tensor, y: Tensor, c: float | Tensor = 1.0, balanced: bool = False) -
     theta = _newton(z, y.expand(*shape, -1), weights.expand(*shape, -1), c.expand(shape))
     w = theta[..., :-1]
     return Logistic(w if basis is None else (basis @ w[..., None])[..., 0], theta[..., -1])
+
+
+def fit_each(x_NF: Tensor, y_VN: Tensor, c: float, cache: Path | None = None, progress: Progress = SILENT) -> Logistic:
+    """Return a balanced regression for each row of labels on the same features, w [V, F]; zero where none is positive.
+
+    Here `c` is relative to the features' total variance, so that it suits any scale of activations.
+    """
+
+    def make() -> Tensors:
+        w, b = torch.zeros(len(y_VN), x_NF.shape[1]).double(), torch.zeros(len(y_VN)).double()
+        strength = c / float(x_NF.double().var(0, correction=0).sum().clamp(min=1e-300))
+        with progress.bar("probes", len(y_VN), "probe") as bar:
+            for i, y_N in enumerate(y_VN):
+                if bool(y_N.any()):
+                    w[i], b[i] = fit(x_NF, y_N, strength, balanced=True)
+                bar.advance(1)
+        return {"w": w, "b": b}
+
+    made_of = {"version": 2, "x": tensor_key(x_NF), "y": tensor_key(y_VN.long()), "c": c}
+    kept = cached(cache, "probes", made_of, make)
+    return Logistic(kept["w"], kept["b"])
 
 
 def _class_weights(y: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ from dmsae.activations.base_model import BaseModel
 from dmsae.config import require, require_whole
 from dmsae.errors import ModelError
 from dmsae.evaluation import logistic
-from dmsae.evaluation.cached import Tensors, cached, tensor_key
 from dmsae.evaluation.prompts import last_token_activations
 from dmsae.progress import SILENT, Progress
 from dmsae.seeds import derive_seed
+from dmsae.text.token_text import token_texts
 
 LETTERS = ascii_lowercase
 _MAX_TOKENS = 1024
@@ -39,8 +39,8 @@ class SpellingConfig:
     """Spelled examples before each word. SAEBench shows 10."""
     template: str = "{word} has the first letter:"
     """A line of the prompt, before its letter."""
-    probe_c: float = 1e-3
-    """How little the letter probes are penalised."""
+    probe_c: float = 10.0
+    """How little the letter probes are penalised, relative to the variance of activations."""
     seed: int = 0
     """Decides which words and examples are taken."""
 
@@ -84,7 +84,8 @@ def spelled_words(
     prompts = [prompt(word, part, config, choose) for part in (words[:n_train], words[n_train:]) for word in part]
     x_BD = last_token_activations(model, prompts, _MAX_TOKENS, cache, progress)
     letters = torch.tensor([LETTERS.index(first_letter(word)) for word in words])
-    probes = _letter_probes(x_BD[:n_train], letters[:n_train], config.probe_c, cache, progress)
+    is_letter_VB = torch.arange(len(LETTERS))[:, None] == letters[:n_train]
+    probes = logistic.fit_each(x_BD[:n_train], is_letter_VB, config.probe_c, cache, progress)
     return Words(x_BD[:n_train], letters[:n_train], x_BD[n_train:], letters[n_train:], words[n_train:], probes)
 
 
@@ -93,13 +94,9 @@ def vocabulary(tokenizer: Any, head: str) -> list[str]:
 
     Only those count that are still one token after `head`, which stands before the word in a prompt.
     """
-    words = {}
-    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-        word = tokenizer.convert_tokens_to_string([token])
-        if token.startswith("▁") and not word.startswith(" "):  # some tokenizers drop the space of a lone token
-            word = f" {word}"
-        if (bare := word.removeprefix(" ")) and all(letter in ascii_letters for letter in bare):
-            words[word] = index
+    ids = sorted(tokenizer.get_vocab().values())
+    texts = zip(token_texts(tokenizer, ids), ids, strict=True)
+    words = {text: index for text, index in texts if set(text.removeprefix(" ") or "-") <= set(ascii_letters)}
     all_ids = tokenizer([head + word for word in words], add_special_tokens=False).input_ids if words else []
     return [word for (word, index), ids in zip(words.items(), all_ids, strict=True) if ids[-1] == index]
 
@@ -115,23 +112,3 @@ def prompt(word: str, others: Sequence[str], config: SpellingConfig, choose: ran
 def first_letter(word: str) -> str:
     """Return a word's first letter, lower case."""
     return word.strip()[0].lower()
-
-
-def _letter_probes(
-    x_BD: Tensor, letters_B: Tensor, c: float, cache: Path | None, progress: Progress
-) -> logistic.Logistic:
-    """Return a logistic regression for each letter against all others, both sides of equal weight."""
-
-    def make() -> Tensors:
-        w, b = torch.zeros(len(LETTERS), x_BD.shape[1]).double(), torch.zeros(len(LETTERS)).double()
-        with progress.bar("letter probes", len(LETTERS), "letter") as bar:
-            for letter in range(len(LETTERS)):
-                if bool((is_letter_B := letters_B == letter).any()):
-                    fitted = logistic.fit(x_BD, is_letter_B, c, balanced=True)
-                    w[letter], b[letter] = fitted.w, fitted.b
-                bar.advance(1)
-        return {"w": w, "b": b}
-
-    made_of = {"version": 1, "x": tensor_key(x_BD), "letters": tensor_key(letters_B), "c": c}
-    kept = cached(cache, "letter-probes", made_of, make)
-    return logistic.Logistic(kept["w"], kept["b"])
