@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from dmsae.evaluation.activity import ActivityConfig, activity
 from dmsae.evaluation.fidelity import FidelityConfig, measure_fidelity
+from dmsae.evaluation.redundancy import RedundancyConfig, redundancy
 from dmsae.evaluation.splice import SpliceConfig, splice
 
 
@@ -66,5 +67,12 @@ MEASURES: dict[str, Measure] = {
             Score("loss_recovered_mean", ceiling=1.0),
             Score("kl", ceiling=0.0),
         ),
+    ),
+    "redundancy": Measure(
+        "near copies among decoder rows, beside what chance gives, and what a meta-SAE explains of them",
+        redundancy,
+        RedundancyConfig,
+        (),
+        (Score("mean_max_cosine", null="mean_max_cosine_null"), Score("share_above_07"), Score("meta_fve")),
     ),
 }

@@ -186,17 +186,23 @@ def extreme_value_null(n_vectors: int, dimension: float, absolute: bool = False)
 
     require_whole("n_vectors", n_vectors, 2)
     require(dimension > 1, "dimension", dimension, "be above 1")
+    if math.isinf(dimension):
+        return 0.0
     half = (dimension - 1) / 2
-    cosines = np.linspace(0.0 if absolute else -1.0, 1.0, 200_001)
+    cosines = np.linspace(0.0 if absolute else -1.0, 1.0, 20_001)
     below = betainc(0.5, half, cosines**2) if absolute else betainc(half, half, (1 + cosines) / 2)
     largest_below = below ** (n_vectors - 1)
     return float(1 - trapezoid(largest_below, cosines))
 
 
 def effective_dimension(rows_KD: Tensor) -> float:
-    """Return the dimension in which random directions would have the mean squared cosine that these rows have."""
+    """Return the dimension in which random directions would have the mean squared cosine that these rows have.
+
+    It is above 1, however alike they are, and infinite for rows that are orthogonal.
+    """
     unit = normalize(rows_KD.double(), dim=1)
     unit = unit[unit.norm(dim=1) > 0]
     n = len(unit)
     squared = float((unit.T @ unit).square().sum())  # ‖Gram‖² of the rows, the diagonal of ones included
-    return n * (n - 1) / (squared - n)
+    off_diagonal = max(squared - n, 0.0)
+    return max(n * (n - 1) / off_diagonal, 1 + 1e-6) if off_diagonal else math.inf
