@@ -36,6 +36,8 @@ demo: assets  ## from nothing to distilled cores, the SAEs trained from them, an
 	$(BIN)/dmsae transfer --recipe demo --core $(DEMO)/detectors --core-modes detector --budget total \
 		--out $(DEMO)/detector-saes
 	$(BIN)/dmsae core show $(DEMO)/detectors --top 12
+	@echo "\n5. All of it on one page, with the latents of both cores."
+	$(BIN)/dmsae report $(DEMO)/detectors $(DEMO)/detector-saes $(DEMO)/paper $(DEMO)/paper-saes --to $(DEMO)/report.html
 
 check: $(READY)  ## lint, format and types
 	$(BIN)/ruff check .
