@@ -67,6 +67,10 @@ class BenchmarkError(DmsaeError):
     """A benchmark of another package cannot be run, or did not end as it should."""
 
 
+class JudgeError(DmsaeError):
+    """A language model that is asked over the network cannot be reached, or does not answer as it should."""
+
+
 class CheckpointError(DmsaeError):
     """A checkpoint or saved SAE is damaged, or belongs to another configuration."""
 
