@@ -133,12 +133,7 @@ def test_measure_is_the_same_with_and_without_a_cache(tiny_model: Path, tmp_path
     cold = measure(subjects, model, config, tmp_path / "cache2")
     warm = measure(subjects, model, config, tmp_path / "cache2")
     assert without == cold == warm
-    assert [attribute.attribute for attribute in without[0].attributes] == [
-        "country",
-        "continent",
-        "language",
-        "timezone",
-    ]
+    assert tuple(attribute.attribute for attribute in without[0].attributes) == ATTRIBUTES
     assert "probes" in without[0].read_by
     (alone,) = measure(subjects[1:], model, config)
     assert alone == without[1]
