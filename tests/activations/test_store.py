@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conftest import Recorder
 from dmsae.activations.harvest import Harvest, harvest
 from dmsae.activations.request import HarvestConfig, HarvestRequest
 from dmsae.activations.splits import Split
@@ -18,7 +19,6 @@ from dmsae.activations.store import Store, StoreWriter, open_store
 from dmsae.disk.files import canonical_hash, sha256_of
 from dmsae.disk.layout import shard_file, token_file
 from dmsae.errors import StoreCorruptError, StoreError
-from conftest import Recorder
 from planted import MODEL, REQUEST
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,6 +1,5 @@
 """Questions to a run on disk: which SAE a core came from, what its latents do, and whether ablation agrees."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from dmsae.cores.ablation import AblationConfig
 from dmsae.cores.attribution import Attribution
 from dmsae.cores.core import Core
 from dmsae.disk import layout
+from dmsae.disk.artifact import read_sealed
 from dmsae.distillation.description import (
     DescriptionConfig,
     LatentFacts,
@@ -82,7 +82,7 @@ def test_agreement_with_ablation_selects_as_the_run_did(run: Path) -> None:
         done = ablate_cycle(run, cycle, AblationConfig(n_contexts=4, n_latents=None))
         assert done.agreement.n_first == len(Core.load(here))
         assert done.max_rate == MAX_RATE
-        assert json.loads((here / "ablation" / "agreement.json").read_text()) == done.agreement._asdict()
+        assert read_sealed(here / "ablation" / "agreement.json") == done.agreement._asdict()
 
 
 def test_facts_are_those_of_the_store_and_the_unembedding(run: Path, store: Store, model: BaseModel) -> None:

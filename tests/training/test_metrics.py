@@ -72,22 +72,31 @@ def test_a_damaged_line_is_named(tmp_path: Path, damaged: str) -> None:
 
 def test_what_came_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, "a", (), {})
-    assert log.mark() == 0
+    assert log.mark().size_bytes == 0
     log.write(LINE, 1.0)
-    size = log.mark()
+    mark = log.mark()
     log.write(replace(LINE, step=2), 1.0)
-    assert log.mark() > size
+    assert log.mark().size_bytes > mark.size_bytes
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')  # cut short by a kill
-    MetricsLog(tmp_path, "a", (), {}, step=1, size_bytes=size).write(replace(LINE, step=2, loss=0.4), 1.0)
+    MetricsLog(tmp_path, "a", (), {}, step=1, mark=mark).write(replace(LINE, step=2, loss=0.4), 1.0)
     assert read_metrics(tmp_path) == [LINE, replace(LINE, step=2, loss=0.4)]
-    assert MetricsLog(tmp_path, "a", (), {}).mark() == 0
+    assert MetricsLog(tmp_path, "a", (), {}).mark().size_bytes == 0
 
 
-def test_lost_metrics_do_not_stop_a_run(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, "a", (), {}, step=5, size_bytes=1000)
+@pytest.mark.parametrize("now", ["", '{"step": 1}\n', None])
+def test_lost_or_changed_metrics_are_named_and_do_not_stop_a_run(tmp_path: Path, now: str | None) -> None:
+    log = MetricsLog(tmp_path, "a", (), {})
     log.write(LINE, 1.0)
-    assert read_metrics(tmp_path) == [LINE]
+    mark = log.mark()
+    (tmp_path / "metrics.jsonl").unlink()
+    if now is not None:
+        (tmp_path / "metrics.jsonl").write_text(now)
+    resumed = MetricsLog(tmp_path, "a", (), {}, step=5, mark=mark)
+    assert resumed.lost == tmp_path / "metrics.jsonl"
+    resumed.write(replace(LINE, step=6), 1.0)
+    assert read_metrics(tmp_path) == [replace(LINE, step=6)]
+    assert MetricsLog(tmp_path, "a", (), {}, step=6, mark=resumed.mark()).lost is None
 
 
 def test_tensorboard_shows_what_the_lines_hold(tmp_path: Path) -> None:

@@ -158,8 +158,8 @@ def read_seal(store: Path) -> Seal:
     facts = _sealed_facts(store)
     if facts.get("format") != FORMAT:
         raise StoreError(
-            f"The store {store} has format {facts.get('format')!r}; this version of dmsae reads format {FORMAT}. Run the "
-            "same 'dmsae harvest' or 'dmsae store import' again, which makes a new store under another key; then "
+            f"The store {store} has format {facts.get('format')!r}; this version of dmsae reads format {FORMAT}. Run "
+            "the same 'dmsae harvest' or 'dmsae store import' again, which makes a new store under another key; then "
             f"'dmsae store remove {store.name} --root {store.parent}' frees the space of this one."
         )
     try:

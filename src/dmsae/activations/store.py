@@ -6,8 +6,8 @@ Layout of `<root>/<key>/`, where the key is a hash of all that the content depen
     tokens/<split>.safetensors  tokens [N, L] and document starts [N, L]
     <split>/00000.safetensors   one shard: x [rows, D]; for held-out and pairs also where each row came from
                                 (context, position); for pairs also g [rows, D]
-    shards.jsonl                one line per finished file: rows, SHA-256, what was dropped, documents, and a checksum of
-                                the line
+    shards.jsonl                one line per finished file: rows, SHA-256, what was dropped, documents, and a checksum
+                                of the line
     store.json                  written last: the store is complete; checksums of the two above and of itself
 
 Every file is verified against its checksum each time it is read. A store of imported activations holds no contexts,

@@ -19,7 +19,7 @@ from dmsae.config import Json, require_choice, require_whole, to_dict
 from dmsae.cores.bootstrap import bootstrap_scores
 from dmsae.cores.quantile import LargestValues, require_quantile
 from dmsae.disk import layout
-from dmsae.disk.artifact import read_artifact, write_artifact
+from dmsae.disk.artifact import Bound, read_artifact, write_artifact
 from dmsae.errors import AttributionError, CheckpointError, ConfigError, StoreError
 from dmsae.sae.sae import SAE
 from dmsae.sae.sparse import latent_offsets
@@ -129,11 +129,12 @@ class Attribution:
         fields = {name: getattr(self, name) for name in (*_TENSORS, *_OPTIONAL)}
         return replace(self, **{name: v[..., candidates_P] for name, v in fields.items() if v is not None})
 
-    def save(self, directory: Path) -> None:
-        """Write `attribution.safetensors`, with the coverage curve, and `attribution.json`."""
+    def save(self, directory: Path, bound_to: Bound | None = None) -> None:
+        """Write `attribution.safetensors`, with the coverage curve, and `attribution.json`, bound to the SAE scored."""
         tensors = {name: getattr(self, name) for name in _TENSORS} | {"coverage_curve": self.coverage_curve()}
         tensors |= {name: value for name in _OPTIONAL if (value := getattr(self, name)) is not None}
-        write_artifact(directory, layout.ATTRIBUTION, tensors, {name: getattr(self, name) for name in _FACTS})
+        facts = {name: getattr(self, name) for name in _FACTS}
+        write_artifact(directory, layout.ATTRIBUTION, tensors, facts, bound_to)
 
     @classmethod
     def load(cls, directory: Path) -> Self:

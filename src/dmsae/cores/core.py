@@ -19,9 +19,12 @@ from dmsae.activations.identity import ModelIdentity
 from dmsae.activations.store import Store
 from dmsae.config import Json, from_dict, to_dict
 from dmsae.disk import layout
-from dmsae.disk.artifact import read_artifact, write_artifact
+from dmsae.disk.artifact import Bound, read_artifact, read_sealed, seal_of, write_artifact
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.sae.detectors import Detectors
+
+DISTILLED_SEAL = "distilled_sha256"
+"""Under what name the summary of a run holds the seal of its distilled core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +127,8 @@ class Core:
             detectors=Detectors(*(values_C[indices] for values_C in self.detectors)) if self.detectors else None,
         )
 
-    def save(self, directory: Path) -> None:
-        """Write `core.safetensors` and `core.json`."""
+    def save(self, directory: Path, bound_to: Bound | None = None) -> None:
+        """Write `core.safetensors` and `core.json`, bound to what it was selected from."""
         tensors = {"encoder": self.encoder_CD, "scores": self.scores_C, "slots": self.slots_C}
         if self.detectors is not None:
             tensors |= {"offsets": self.detectors.offsets_C, "thresholds": self.detectors.thresholds_C}
@@ -135,7 +138,7 @@ class Core:
             "provenance": to_dict(self.provenance),
             "lineage": to_dict(self.lineage),
         }
-        write_artifact(directory, layout.CORE, tensors, facts)
+        write_artifact(directory, layout.CORE, tensors, facts, bound_to)
 
     @classmethod
     def load(cls, place: Path | str) -> Self:
@@ -144,6 +147,7 @@ class Core:
         Anything that is not as it was written is a `CheckpointError`.
         """
         directory = _with_core(Path(place))
+        _require_own_distilled(directory)
         tensors, facts = read_artifact(directory, layout.CORE)
         try:
             return cls(
@@ -157,6 +161,19 @@ class Core:
             )
         except (KeyError, TypeError, ConfigError) as error:
             raise CheckpointError(f"{directory / layout.CORE}.json does not describe a core: {error}") from error
+
+
+def _require_own_distilled(directory: Path) -> None:
+    """Raise when another core is in the place of the one that a distillation ended with."""
+    summary = directory.parent / layout.SUMMARY
+    if directory.name != layout.DISTILLED or not summary.is_file():
+        return
+    seal = read_sealed(summary, must_be_sealed=False).get(DISTILLED_SEAL)
+    if seal is not None and seal != seal_of(directory / f"{layout.CORE}.json"):
+        raise CheckpointError(
+            f"{directory / layout.CORE}.json is not the core that this run ended with. Restore it; or run the same "
+            "command again, which makes it again."
+        )
 
 
 def _with_core(place: Path) -> Path:

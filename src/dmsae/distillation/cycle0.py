@@ -6,9 +6,10 @@ from dmsae.activations.store import Store
 from dmsae.config import Json, to_dict
 from dmsae.disk import layout
 from dmsae.distillation.config import DistillConfig
-from dmsae.errors import ConfigError
+from dmsae.errors import CheckpointError, ConfigError
 from dmsae.formats import Imported, load_any, locate
 from dmsae.progress import SILENT, Progress
+from dmsae.sae.sae import read_made_from
 
 
 def read_cycle0(config: DistillConfig, store: Store, progress: Progress = SILENT) -> Imported:
@@ -42,6 +43,16 @@ def save_cycle0(config: DistillConfig, imported: Imported, here: Path) -> None:
     origin |= {"notes": list(imported.notes)}
     made_from = {"imported_from": origin, "model": to_dict(imported.model), "cycle": 0}
     imported.sae.save(here / layout.SAE, made_from)
+
+
+def require_imported(config: DistillConfig, here: Path) -> None:
+    """Raise unless the SAE in the folder of cycle 0 is the one that was copied there."""
+    origin = read_made_from(here / layout.SAE).get("imported_from")
+    if not isinstance(origin, dict) or origin.get("source") != config.cycle0.source:
+        raise CheckpointError(
+            f"{here / layout.SAE / layout.SAE}.json was not imported from {config.cycle0.source}. Restore the one that "
+            "was; or remove it, and the same command imports it again."
+        )
 
 
 def _notes(config: DistillConfig, imported: Imported, store: Store) -> list[str]:

@@ -23,10 +23,11 @@ from dmsae.cores.norms import with_norm
 from dmsae.cores.selection import SelectionReport, distilled_core, next_core, report_selection
 from dmsae.devices import training_device
 from dmsae.disk import layout
+from dmsae.disk.artifact import bound
 from dmsae.disk.run import claimed, require_claimable
 from dmsae.distillation.carrier import carrier
 from dmsae.distillation.config import Cycle0, DistillConfig, DistillRule
-from dmsae.distillation.cycle0 import read_cycle0, save_cycle0
+from dmsae.distillation.cycle0 import read_cycle0, require_imported, save_cycle0
 from dmsae.distillation.matching import require_matching
 from dmsae.distillation.members import select_consensus, train_members
 from dmsae.distillation.outcome import CycleFailed, CycleReport, finish, report, require_cycles
@@ -144,6 +145,7 @@ def _train(
 ) -> SAE:
     """Return the SAE of a cycle: imported, already there, or trained now from the core's rows alone."""
     if cycle == 0 and config.cycle0.source:
+        require_imported(config, here)
         return SAE.load(here / layout.SAE)
     train = replace(config.train, seed=derive_seed(config.seed, "cycle", cycle))
     if config.rule is DistillRule.CONSENSUS:
@@ -180,7 +182,7 @@ def _score(config: DistillConfig, store: Store, here: Path, sae: SAE, cycle: int
         attribution = attribute(sae.to(device), store, config.attribution)
     except AttributionError as error:
         raise CycleFailed(cycle, f"cannot be scored: {error}", "Change it in a new directory.") from error
-    attribution.save(here)
+    attribution.save(here, bound(here, here / layout.SAE / f"{layout.SAE}.json"))
     return attribution
 
 
@@ -200,7 +202,7 @@ def _select(
     core = with_norm(core, config.core_norm, len(previous) if previous else 0)
     if previous is None and config.random_start is not None:
         core = _random_start(config, config.random_start, core, store)
-    core.save(here)
+    core.save(here, bound(here, here / f"{layout.ATTRIBUTION}.json"))
     return core
 
 

@@ -11,7 +11,7 @@ from dmsae.cores.attribution import Attribution
 from dmsae.cores.compare import Agreement, agreement
 from dmsae.cores.core import Core
 from dmsae.disk import layout
-from dmsae.disk.files import write_json
+from dmsae.disk.artifact import bound, write_sealed
 from dmsae.disk.run import claimed, require_distillation
 from dmsae.distillation.matching import RESELECTED, open_store_of, recorded_run
 from dmsae.distillation.status import n_cycles
@@ -78,9 +78,10 @@ def ablate_cycle(
         store = open_store_of(run, settings["store"], root)
         store.require_text()
         measured = ablate(sae, store, load_model_of(store.model, progress), scored, config, progress)
-        measured.save(here / layout.ABLATION)
+        there = here / layout.ABLATION
+        measured.save(there, bound(there, here / layout.SAE / f"{layout.SAE}.json"))
         agreed = agreement(scored, measured, coverage, max_rate)
-        write_json(here / layout.ABLATION / layout.AGREEMENT, agreed._asdict())
+        write_sealed(there / layout.AGREEMENT, agreed._asdict(), bound(there, there / f"{layout.ATTRIBUTION}.json"))
     return AblatedCycle(cycle, coverage, max_rate, measured, agreed)
 
 

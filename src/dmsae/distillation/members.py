@@ -13,6 +13,7 @@ from dmsae.cores.consensus import consensus_core
 from dmsae.cores.core import Core, Provenance
 from dmsae.cores.norms import with_norm
 from dmsae.disk import layout
+from dmsae.disk.artifact import bound
 from dmsae.distillation.config import DistillConfig
 from dmsae.distillation.outcome import CycleFailed
 from dmsae.errors import AttributionError
@@ -52,5 +53,5 @@ def select_consensus(config: DistillConfig, store: Store, here: Path, sae: SAE, 
     except AttributionError as error:
         raise CycleFailed(0, f"cannot be selected from: {error}", "Change it in a new directory.") from error
     core = with_norm(core, config.core_norm)
-    core.save(here)
+    core.save(here, bound(here, here / f"{layout.ATTRIBUTION}.json"))
     return core

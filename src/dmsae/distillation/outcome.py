@@ -6,11 +6,11 @@ from typing import NamedTuple
 from dmsae.config import Json, require
 from dmsae.cores.attribution import Attribution
 from dmsae.cores.compare import CarryOver, carry_over
-from dmsae.cores.core import Core
+from dmsae.cores.core import DISTILLED_SEAL, Core
 from dmsae.cores.norms import RowNorms, row_norms
 from dmsae.cores.selection import SelectionReport
 from dmsae.disk import layout
-from dmsae.disk.files import write_json
+from dmsae.disk.artifact import bound, seal_of, write_sealed
 from dmsae.distillation.status import read_summary
 from dmsae.errors import TrainingError
 from dmsae.evaluation.fidelity import Fidelity
@@ -80,18 +80,26 @@ def finish(
     """Write the distilled core and the summary, and return the core; a failure is raised when both are written."""
     _keep_earlier(directory, len(reports))
     if distilled is not None:
-        distilled.save(directory / layout.DISTILLED)
-    summary = {
+        distilled.save(directory / layout.DISTILLED, _last_cores(directory, distilled.cycle, len(reports)))
+    summary: Json = {
         "n_distilled": None if distilled is None else len(distilled),
         "births": {} if distilled is None else distilled.births(),
         "cycles": [_as_json(one) for one in reports],
         "failure": {"cycle": failure.cycle, "cause": failure.cause} if failure else None,
     }
-    write_json(directory / layout.SUMMARY, summary)
+    if distilled is not None:
+        summary[DISTILLED_SEAL] = seal_of(directory / layout.DISTILLED / f"{layout.CORE}.json")
+    write_sealed(directory / layout.SUMMARY, summary)
     if failure is not None or distilled is None:
         assert failure is not None, "without a failure there are as many cores as a result needs"
         raise TrainingError(_told(directory, failure, distilled)) from failure
     return distilled
+
+
+def _last_cores(directory: Path, cycle: int, n_cycles: int) -> dict[str, str]:
+    """Return what binds a distilled core to the cores of the one or two cycles that it is made of."""
+    last = [layout.cycle_directory(directory, one) for one in (cycle - 1, cycle)][-min(n_cycles, 2) :]
+    return bound(directory / layout.DISTILLED, *(here / f"{layout.CORE}.json" for here in last))
 
 
 def _as_json(report: CycleReport) -> Json:

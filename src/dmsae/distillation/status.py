@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from dmsae.config import Json
 from dmsae.disk import layout
+from dmsae.disk.artifact import read_sealed
 from dmsae.disk.checkpoint import read_state
 from dmsae.disk.run import read_settings, running_process
 from dmsae.errors import CheckpointError
@@ -64,13 +65,10 @@ def read_summary(directory: Path) -> Json:
     path = directory / layout.SUMMARY
     if not path.is_file():
         return {}
-    try:
-        summary: Json = json.loads(path.read_text(encoding="utf8"))
-        len(summary["cycles"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is not the summary of a distillation: {error!r}. Remove it, and run the same command again."
-        ) from error
+    remedy = "Remove it, and run the same command again."
+    summary = read_sealed(path, remedy, must_be_sealed=False)
+    if not isinstance(summary.get("cycles"), list):
+        raise CheckpointError(f"{path} is not the summary of a distillation: it lists no cycles. {remedy}")
     return summary
 
 

@@ -3,7 +3,6 @@
 The figures of a trained SAE are measured once, over the whole held-out split, and kept beside it in `fidelity.json`.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from dmsae.activations.splits import Split
 from dmsae.activations.store import Store
 from dmsae.config import Json
 from dmsae.disk import layout
-from dmsae.disk.files import write_json
+from dmsae.disk.artifact import bound, read_sealed, write_sealed
 from dmsae.errors import CheckpointError
 from dmsae.evaluation.subject import Dictionary, Subject, require_heldout
 from dmsae.progress import SILENT, Progress
@@ -25,6 +24,7 @@ from dmsae.sae.sae import SAE
 from dmsae.sae.variance import VarianceExplained
 
 _BATCH = 1024
+_REMEDY = "Remove it: it will be measured again."
 
 
 class Fidelity(NamedTuple):
@@ -150,14 +150,14 @@ def kept_fidelity(
         usable = figures is not None and math.isfinite(figures.fve)
         kept = {"store": store.key, "root": str(store.path.parent.resolve())}
         kept |= {"figures": figures._asdict() if figures and usable else None}
-        write_json(path, kept)
-    return Fidelity(**kept["figures"]) if kept["figures"] else None
+        write_sealed(path, kept, bound(directory, directory / f"{layout.SAE}.json"))
+    try:
+        return Fidelity(**kept["figures"]) if kept["figures"] else None
+    except TypeError as error:
+        raise CheckpointError(f"{path} does not hold the figures of an SAE. {_REMEDY}") from error
 
 
 def _read(path: Path) -> Json:
     """Return what is kept, or nothing when nothing is."""
-    try:
-        kept: Json = json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}. Remove it: it will be measured again.") from error
+    kept = read_sealed(path, _REMEDY, must_be_sealed=False) if path.is_file() else {}
     return kept if set(kept) == {"store", "root", "figures"} else {}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dmsae.config import Json, from_dict, to_dict
 from dmsae.disk import layout
-from dmsae.disk.artifact import read_artifact, read_facts, write_artifact
+from dmsae.disk.artifact import Bound, read_artifact, read_facts, write_artifact
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.detectors import Detectors, detect, fire_
@@ -162,10 +162,12 @@ class SAE(nn.Module):
         for tensor in (self.b_enc, self.offset, self.b_dec, self.threshold):
             tensor.mul_(scale)
 
-    def save(self, directory: Path, made_from: Json | None = None) -> None:
-        """Write the SAE as `sae.safetensors` and `sae.json`, with what it was made from."""
+    def save(self, directory: Path, made_from: Json | None = None, bound_to: Bound | None = None) -> None:
+        """Write the SAE as `sae.safetensors` and `sae.json`, with what it was made from, bound to files of its run."""
         tensors = {name: getattr(self, name) for name in _shapes(self.config)} | {"b_enc": self.encoder_bias}
-        write_artifact(directory, layout.SAE, tensors, {"config": to_dict(self.config), "made_from": made_from or {}})
+        facts: Json = {"config": to_dict(self.config), "made_from": made_from or {}}
+        facts |= {"folder": directory.name} if bound_to else {}
+        write_artifact(directory, layout.SAE, tensors, facts, bound_to)
 
     @classmethod
     def load(cls, directory: Path | str) -> Self:
@@ -176,6 +178,7 @@ class SAE(nn.Module):
         """
         directory = _with_sae(Path(directory))
         tensors, facts = read_artifact(directory, layout.SAE)
+        _require_own_folder(directory, facts)
         try:
             config = from_dict(SAEConfig, facts["config"])
         except (KeyError, ConfigError) as error:
@@ -199,6 +202,16 @@ def read_made_from(directory: Path) -> Json:
     """Return what a saved SAE was made from, without reading its weights."""
     made_from: Json = read_facts(_with_sae(directory), layout.SAE).get("made_from", {})
     return made_from
+
+
+def _require_own_folder(directory: Path, facts: Json) -> None:
+    """Raise when the SAE in a folder of a run is another one of the same run."""
+    folder = facts.get("folder", directory.name)
+    if folder != directory.resolve().name and (directory.parent / layout.SETTINGS).is_file():
+        raise CheckpointError(
+            f"{directory / layout.SAE}.json belongs to {folder!r}, another SAE of this run. Restore the one that was "
+            "here before."
+        )
 
 
 def _with_sae(directory: Path) -> Path:

@@ -4,16 +4,18 @@
 as one that never was. Timings are kept separate, in `timing.jsonl`.
 """
 
+import hashlib
 import importlib
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from dmsae.config import Json, from_dict
 from dmsae.disk import layout
-from dmsae.errors import CheckpointError, ConfigError
+from dmsae.disk.artifact import read_sealed
+from dmsae.errors import CheckpointError, ConfigError, first_line
 
 SinkName = Literal["tensorboard", "wandb"]
 _MODULES: dict[SinkName, str] = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
@@ -56,6 +58,14 @@ class StepMetrics:
         return flat
 
 
+class Mark(NamedTuple):
+    """What `metrics.jsonl` was at some moment."""
+
+    size_bytes: int
+    sha256: str | None
+    """None: an earlier version did not record it."""
+
+
 class Sink(Protocol):
     """Somewhere that the metrics of one SAE go."""
 
@@ -69,23 +79,25 @@ class Sink(Protocol):
 class JsonLines:
     """`metrics.jsonl` and `timing.jsonl` in a training directory."""
 
-    def __init__(self, directory: Path, size_bytes: int = 0) -> None:
-        """Go back to when `metrics.jsonl` had `size_bytes`; what was written after that is dropped."""
+    def __init__(self, directory: Path, mark: "Mark | None" = None) -> None:
+        """Go back to what `metrics.jsonl` was at a mark; to nothing without one, or when it is not what it was."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._metrics, self._timing = directory / layout.METRICS, directory / layout.TIMING
-        self._metrics.touch()
-        os.truncate(self._metrics, min(size_bytes, self._metrics.stat().st_size))
+        self.path, self._timing = directory / layout.METRICS, directory / layout.TIMING
+        self.path.touch()
+        there = _mark(self.path, mark.size_bytes) if mark else None
+        self.lost = there is not None and mark is not None and mark.sha256 not in (None, there.sha256)
+        os.truncate(self.path, there.size_bytes if there and not self.lost else 0)
 
     def write(self, metrics: StepMetrics, tokens_per_second: float) -> None:
         """Append a line to each file."""
-        _append(self._metrics, asdict(metrics))
+        _append(self.path, asdict(metrics))
         _append(self._timing, {"step": metrics.step, "tokens_per_second": round(tokens_per_second, 1)})
 
-    def mark(self) -> int:
-        """Sync `metrics.jsonl` to the disk and return its size: what a checkpoint has to remember."""
-        with self._metrics.open("rb") as file:
+    def mark(self) -> Mark:
+        """Sync `metrics.jsonl` to the disk and return what a checkpoint has to remember of it."""
+        with self.path.open("rb") as file:
             os.fsync(file.fileno())
-            return os.fstat(file.fileno()).st_size
+        return _mark(self.path)
 
     def close(self) -> None:
         """Do nothing: every line is written as it comes."""
@@ -135,10 +147,10 @@ class MetricsLog:
         sinks: tuple[SinkName, ...] = (),
         settings: Json | None = None,
         step: int = 0,
-        size_bytes: int = 0,
+        mark: Mark | None = None,
     ) -> None:
-        """Forget what was written after `step`, when `metrics.jsonl` had `size_bytes`."""
-        self._lines = JsonLines(directory, size_bytes)
+        """Forget what was written after `step`, when `metrics.jsonl` was as marked."""
+        self._lines = JsonLines(directory, mark)
         self._sinks: list[Sink] = [self._lines]
         if "tensorboard" in sinks:
             self._sinks.append(TensorBoard(directory, step))
@@ -150,8 +162,13 @@ class MetricsLog:
         for sink in self._sinks:
             sink.write(metrics, tokens_per_second)
 
-    def mark(self) -> int:
-        """Return the size of `metrics.jsonl`, synced to the disk."""
+    @property
+    def lost(self) -> Path | None:
+        """The `metrics.jsonl` that is no longer what it was at the checkpoint, and has been started again."""
+        return self._lines.path if self._lines.lost else None
+
+    def mark(self) -> Mark:
+        """Return what `metrics.jsonl` is now, synced to the disk."""
         return self._lines.mark()
 
     def close(self) -> None:
@@ -168,13 +185,31 @@ def require_sinks(sinks: tuple[SinkName, ...]) -> None:
 
 def read_metrics(directory: Path) -> list[StepMetrics]:
     """Return the metrics in a training directory, oldest first; none when it has none."""
-    path = directory / layout.METRICS
+    path, status = directory / layout.METRICS, directory / layout.STATUS
+    if status.is_file():
+        require_written_metrics(directory, read_sealed(status, must_be_sealed=False).get("metrics_sha256"))
     if not path.exists():
         return []
     try:
         return [from_dict(StepMetrics, json.loads(line)) for line in path.read_text(encoding="utf8").splitlines()]
-    except (ValueError, ConfigError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}. Restore it.") from error
+    except (ValueError, RecursionError, ConfigError) as error:
+        raise CheckpointError(f"{path} is damaged: {first_line(error)}. Restore it.") from error
+
+
+def require_written_metrics(directory: Path, sha256: str | None) -> None:
+    """Raise unless the metrics of a finished training are as they were written; None: that was not recorded."""
+    path = directory / layout.METRICS
+    if sha256 is not None and not path.is_file():
+        raise CheckpointError(f"{path} is missing. Restore it.")
+    if sha256 is not None and _mark(path).sha256 != sha256:
+        raise CheckpointError(f"{path} has changed since the training ended. Restore it.")
+
+
+def _mark(path: Path, size_bytes: int = -1) -> Mark:
+    """Return what a file, or its beginning, is."""
+    with path.open("rb") as file:
+        data = file.read(size_bytes)
+    return Mark(len(data), hashlib.sha256(data).hexdigest())
 
 
 def _append(path: Path, record: Json) -> None:

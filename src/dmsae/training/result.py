@@ -1,14 +1,14 @@
 """How the training of an SAE ended, as its directory tells it."""
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
 from dmsae.config import from_dict
 from dmsae.disk import layout
+from dmsae.disk.artifact import read_sealed
 from dmsae.errors import CheckpointError, ConfigError
-from dmsae.training.metrics import StepMetrics
+from dmsae.training.metrics import StepMetrics, require_written_metrics
 
 
 class TrainState(StrEnum):
@@ -39,12 +39,15 @@ class TrainResult(NamedTuple):
 def read_result(directory: Path) -> TrainResult:
     """Return how the training of the SAE in a directory ended."""
     path = directory / layout.STATUS
+    if not path.is_file():
+        raise CheckpointError(f"{directory} holds no finished training: {path} is missing.")
+    remedy = "Restore it; or remove it, and the same command trains this SAE again."
+    status = read_sealed(path, remedy, must_be_sealed=False)
     try:
-        status = json.loads(path.read_text(encoding="utf8"))
         state = TrainState(status["state"])
         metrics = from_dict(StepMetrics, status["metrics"]) if status["metrics"] else None
-        return TrainResult(directory.name, directory, state, status["step"], status["cause"], metrics)
-    except FileNotFoundError:
-        raise CheckpointError(f"{directory} holds no finished training: {path} is missing.") from None
+        step, cause = int(status["step"]), str(status["cause"])
     except (ValueError, KeyError, TypeError, ConfigError) as error:
-        raise CheckpointError(f"{path} is not the status of a training run: {error!r}.") from error
+        raise CheckpointError(f"{path} is not the status of a training run: {error!r}. {remedy}") from error
+    require_written_metrics(directory, status.get("metrics_sha256"))
+    return TrainResult(directory.name, directory, state, step, cause, metrics)

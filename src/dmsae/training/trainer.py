@@ -22,8 +22,9 @@ from dmsae.activations.stream import ActivationStream, Cursor
 from dmsae.config import Json, from_dict, to_dict
 from dmsae.devices import training_device
 from dmsae.disk import layout
+from dmsae.disk.artifact import bound, write_sealed
 from dmsae.disk.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
-from dmsae.disk.files import canonical_hash, write_json
+from dmsae.disk.files import canonical_hash
 from dmsae.disk.run import claimed, stop_signals
 from dmsae.errors import CheckpointError, ConfigError, DmsaeError, TrainingError
 from dmsae.progress import SILENT, Progress
@@ -33,7 +34,7 @@ from dmsae.sae.objective import BatchResult
 from dmsae.sae.variance import fraction_explained
 from dmsae.training.config import TrainConfig
 from dmsae.training.learner import Learner, SAESpec
-from dmsae.training.metrics import MetricsLog, StepMetrics, require_sinks
+from dmsae.training.metrics import Mark, MetricsLog, StepMetrics, require_sinks
 from dmsae.training.result import TrainResult, TrainState, read_result
 from dmsae.training.scale import first_look, usable_variance
 
@@ -188,10 +189,14 @@ class Trainer:
                 learner.restore(tensors, state["learners"][learner.name])
             self._progress.note(f"Resuming at step {self._step:,} of {self._schedule.steps:,}.")
         for spec in self._specs:
-            size = state["metrics_bytes"][spec.name] if resumed else 0
-            self._logs[spec.name] = MetricsLog(
-                self._where(spec.name), spec.name, self._config.log_to, self._settings, self._step, size
-            )
+            mark = _mark(state, spec.name) if resumed else None
+            log = MetricsLog(self._where(spec.name), spec.name, self._config.log_to, self._settings, self._step, mark)
+            self._logs[spec.name] = log
+            if log.lost:
+                self._progress.warn(
+                    f"{log.lost} is not what it was at the checkpoint: it starts again, and lacks the steps up to "
+                    f"{self._step:,}. Training is not affected."
+                )
         self._stream.seek(cursor)
 
     def _save(self) -> None:
@@ -202,7 +207,7 @@ class Trainer:
             "scale": self._scale,
             "cursor": to_dict(self._stream.cursor),
             "learners": {learner.name: learner.facts() for learner in self._learners},
-            "metrics_bytes": {name: log.mark() for name, log in self._logs.items()},
+            "metrics_marks": {name: log.mark() for name, log in self._logs.items()},
             "last": {name: asdict(last) for name, last in self._last.items()},
         }
         save_checkpoint(self._directory / layout.CHECKPOINT, tensors, state)
@@ -213,11 +218,14 @@ class Trainer:
         made_from = {spec.name: common | {"core": spec.core_sha256()} for spec in self._specs}
         for learner in self._learners:
             learner.finish()
-            learner.folded(self._scale).save(self._where(learner.name), made_from[learner.name])
+            here = self._where(learner.name)
+            settings = bound(here, self._directory / layout.SETTINGS)
+            learner.folded(self._scale).save(here, made_from[learner.name], settings)
             last = self._last.get(learner.name)
             status = {"state": learner.state, "step": learner.ended_at, "cause": learner.cause}
             status |= {"scale": self._scale, "metrics": asdict(last) if last else None}
-            write_json(self._where(learner.name) / layout.STATUS, status)
+            status |= {"metrics_sha256": self._logs[learner.name].mark().sha256}
+            write_sealed(here / layout.STATUS, status, settings | bound(here, here / f"{layout.SAE}.json"))
 
     def _is_finished(self) -> bool:
         return all((self._where(spec.name) / layout.STATUS).is_file() for spec in self._specs)
@@ -263,6 +271,13 @@ def _require_one_usable(results: list[TrainResult]) -> list[TrainResult]:
             f"{first.directory}. Try a lower lr, a longer warm-up, or a smaller k, in a new directory."
         )
     return results
+
+
+def _mark(state: Json, name: str) -> Mark:
+    """Return what a checkpoint remembers of an SAE's metrics; an earlier version remembered only their size."""
+    if "metrics_bytes" in state:
+        return Mark(state["metrics_bytes"][name], None)
+    return Mark(*state["metrics_marks"][name])
 
 
 def _note(results: list[tuple[Learner, BatchResult]], batch_variance: float) -> str:
