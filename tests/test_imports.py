@@ -26,6 +26,7 @@ FLOW = (
     "cores",
     "evaluation",
     "formats",
+    "interventions",
     "distillation",
     "experiments",
     "report",

@@ -10,6 +10,7 @@ The folders follow the data, as the paper's Figure 1 does, and imports point one
     cores/         attribution, selection, cores with lineage, controls
     evaluation/    what an SAE is worth on held-out text
     formats/       SAEs of other packages
+    interventions/ an SAE inside a model: latents read on a text, or changed
     distillation/  Algorithm 1 (distill) and Algorithm 3 (transfer)
     commands/      the command line, which only parses, calls the above, and prints
 
@@ -17,7 +18,8 @@ Names of tensors end in their shape; each letter means one thing in the whole pa
 
     B tokens in a batch      D model width         K dictionary width     C core latents
     P candidate pool         G prefixes            S selected entries     A dead latents
-    N contexts               L positions           R latents ablated, or rows of a block
+    N contexts               L positions           R latents ablated or read, rows of a block
+    V vocabulary
 
 The names below are the public surface. They are imported on first use, so `import dmsae` is fast.
 """
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
     from dmsae.distillation.transfer import TransferConfig, transfer
     from dmsae.errors import DmsaeError
     from dmsae.evaluation.fidelity import fidelity
+    from dmsae.interventions.hooks import splice_into
+    from dmsae.interventions.intervention import Intervention
+    from dmsae.interventions.reading import read
+    from dmsae.interventions.steering import steer
     from dmsae.sae.config import DenseCore, DetectorCore, SAEConfig, SparseCore
     from dmsae.sae.sae import SAE
     from dmsae.training.config import TrainConfig
@@ -61,6 +67,10 @@ _HOMES = {
     "distillation.transfer": ("TransferConfig", "transfer"),
     "errors": ("DmsaeError",),
     "evaluation.fidelity": ("fidelity",),
+    "interventions.hooks": ("splice_into",),
+    "interventions.intervention": ("Intervention",),
+    "interventions.reading": ("read",),
+    "interventions.steering": ("steer",),
     "sae.config": ("DenseCore", "DetectorCore", "SAEConfig", "SparseCore"),
     "sae.sae": ("SAE",),
     "training.config": ("TrainConfig",),
@@ -79,6 +89,7 @@ __all__ = [
     "DistillConfig",
     "DmsaeError",
     "HarvestConfig",
+    "Intervention",
     "ModelConfig",
     "SAEConfig",
     "SparseCore",
@@ -93,7 +104,10 @@ __all__ = [
     "import_store",
     "open_store",
     "random_core",
+    "read",
     "select_core",
+    "splice_into",
+    "steer",
     "train",
     "transfer",
 ]

@@ -37,6 +37,8 @@ ENTRIES = {
     "transfer": Entry("transfer", "Train new SAEs from a core, at many sparsities, beside controls and baselines."),
     "evaluate": Entry("evaluate", "Measure SAEs on held-out text, beside nulls that show what a worthless one gets."),
     "core": Entry("cores", "Look at cores: show, diff, select, survival, ablate."),
+    "read": Entry("read", "Print which latents of a core or an SAE fire on which tokens of a text."),
+    "steer": Entry("steer", "Ablate, clamp or scale latents inside the model, and see what comes next after a text."),
     "experiment": Entry("experiments", "Questions about the method, answered by runs over several seeds."),
     "figures": Entry("figures", "Draw what experiments found."),
     "report": Entry("report", "One page about runs: verdicts, figures, cycles, latents."),

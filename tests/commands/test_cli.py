@@ -20,7 +20,19 @@ GROUPS = {
     "store": ("list", "show", "verify", "import", "remove"),
     "core": ("show", "diff", "select", "survival", "ablate"),
 }
-SINGLE = ("harvest", "train", "distill", "transfer", "evaluate", "experiment", "figures", "report", "status")
+SINGLE = (
+    "harvest",
+    "train",
+    "distill",
+    "transfer",
+    "evaluate",
+    "read",
+    "steer",
+    "experiment",
+    "figures",
+    "report",
+    "status",
+)
 VERBS = [(name, verb) for name, verbs in GROUPS.items() for verb in verbs]
 for both, module in (("evaluate", "evaluate"), ("experiment", "experiments")):
     VERBS += [(both, verb) for verb in import_module(f"dmsae.commands.{module}").COMMANDS]

@@ -112,7 +112,11 @@ def position_limit(config: ModelConfig, progress: Progress = SILENT) -> int | No
     import transformers  # here and below: importing it takes a second, and few commands need it
 
     path, _ = locate(config, progress)
-    limit = getattr(transformers.AutoConfig.from_pretrained(path).get_text_config(), "max_position_embeddings", None)
+    return _stated_limit(transformers.AutoConfig.from_pretrained(path))
+
+
+def _stated_limit(config: Any) -> int | None:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
@@ -198,13 +202,18 @@ class BaseModel:
             )
         return cls(model.to(device), load_tokenizer(config, progress), identity)
 
+    @property
+    def position_limit(self) -> int | None:
+        """How many positions the model states that it has; None if it states no limit."""
+        return _stated_limit(self.model.config)
+
     @torch.no_grad()
     def activations(self, tokens_NL: Tensor) -> Tensor:
         """Return x [N, L, D]; nothing above the hook is computed."""
         captured: list[Tensor] = []
 
         def take(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            captured.append(_main(output, tokens_NL))
+            captured.append(hidden_states(output, tokens_NL))
             raise _Reached
 
         with self._hook(take):
@@ -223,8 +232,8 @@ class BaseModel:
                 raise ModelError(
                     f"{self.identity.hook!r} runs more than once in a forward pass; choose another model.hook."
                 )
-            leaf.append(_main(output, tokens_NL).detach().requires_grad_())
-            return _with_main(output, leaf[0])
+            leaf.append(hidden_states(output, tokens_NL).detach().requires_grad_())
+            return with_hidden_states(output, leaf[0])
 
         with self._hook(restart_graph), torch.enable_grad():
             losses_NL = self._next_token_losses(tokens_NL, counted_NL)
@@ -260,7 +269,7 @@ class BaseModel:
     @contextmanager
     def _edited(self, tokens_NL: Tensor, edit: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
         def replace(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-            return output if edit is None else _with_main(output, edit(_main(output, tokens_NL)))
+            return output if edit is None else with_hidden_states(output, edit(hidden_states(output, tokens_NL)))
 
         with self._hook(replace):
             yield
@@ -312,7 +321,7 @@ def load_tokenizer(config: ModelConfig, progress: Progress = SILENT) -> Any:
         raise ModelError(f"{path} holds no tokenizer that can be loaded: {first_line(error)}.") from error
 
 
-def _main(output: Any, tokens_NL: Tensor) -> Tensor:
+def hidden_states(output: Any, tokens_NL: Tensor) -> Tensor:
     """Return the hidden states in a module's output, which may be a tuple."""
     main = output[0] if isinstance(output, tuple) else output
     if not isinstance(main, Tensor) or main.ndim != 3 or main.shape[:2] != tokens_NL.shape:
@@ -323,5 +332,6 @@ def _main(output: Any, tokens_NL: Tensor) -> Tensor:
     return main
 
 
-def _with_main(output: Any, replacement: Tensor) -> Any:
+def with_hidden_states(output: Any, replacement: Tensor) -> Any:
+    """Return a module's output with other hidden states in it."""
     return (replacement, *output[1:]) if isinstance(output, tuple) else replacement

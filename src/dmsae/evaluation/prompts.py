@@ -73,9 +73,9 @@ def token_activations(
     return TokenActivations(kept["x"], kept["text"])
 
 
-def tokenise(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-    """Return the last `max_tokens` tokens of each text, after the BOS token if the tokenizer adds one by default."""
-    prefix = [tokenizer.bos_token_id] if prepends_bos(tokenizer, TokenConfig()) else []
+def tokenise(tokenizer: Any, texts: Sequence[str], max_tokens: int, prepend_bos: bool | None = None) -> list[list[int]]:
+    """Return the last `max_tokens` tokens of each text, after the BOS token if asked or if the tokenizer adds one."""
+    prefix = [tokenizer.bos_token_id] if prepends_bos(tokenizer, TokenConfig(prepend_bos=prepend_bos)) else []
     all_ids = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
     return [[*prefix, *ids[-(max_tokens - len(prefix)) :]] for ids in all_ids]
 

@@ -4,6 +4,7 @@
 makes the *prefixes* (114, 242, 2048).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, pairwise
@@ -158,6 +159,11 @@ class SAEConfig:
     def k_selected(self) -> int:
         """Latents that BatchTopK keeps per token: `k_noncore` beside a dense or detector core, else `k`."""
         return self.core.k_noncore if isinstance(self.core, DenseCore | DetectorCore) else self.k
+
+    def require_latents(self, latents: Iterable[int]) -> None:
+        """Raise unless this SAE has all of these latents."""
+        if wrong := [latent for latent in latents if not 0 <= latent < self.width]:
+            raise ConfigError(f"latents = {wrong}; the SAE has latents 0 to {self.width - 1}.")
 
     def require_core_rows(self, core_rows: Tensor | None) -> None:
         """Raise unless encoder rows fit this SAE's core."""

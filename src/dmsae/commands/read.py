@@ -1,0 +1,96 @@
+"""`dmsae read`: which latents fire on which tokens of a text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.text import Text
+
+from dmsae.commands.output import out, visible
+from dmsae.commands.terminal import TERMINAL
+
+if TYPE_CHECKING:  # `--help` does not wait for torch
+    from dmsae.interventions.reading import Reading
+
+_SHADES = ("grey19", "dark_green", "green4", "green3", "green1")
+"""Backgrounds from weak to strong."""
+
+
+@dataclass(frozen=True)
+class ReadCommand:
+    """Print which latents of a core, or of an SAE, fire on which tokens of a text.
+
+    Tokens on which a latent fires are marked »so« and followed by its activation. The first position of a text and
+    special tokens are not read, as in training.
+    """
+
+    text: Annotated[str, tyro.conf.Positional]
+    """What to read."""
+    sae: Path
+    """A distillation (its distilled core), a directory with a core or an SAE, or an SAE of another known format."""
+    latents: tuple[int, ...] = ()
+    """Read these latents of the SAE, by index. Default: those of the core; without a core, all."""
+    top: int = 8
+    """How many to show, the strongest on this text first. With --latents, all that are named are shown."""
+    model: str = ""
+    """The model, if it is not where the SAE says that it was, or if the SAE does not say."""
+    hook: str = ""
+    """Layer number or module path, if the SAE does not say."""
+    device: str = "auto"
+    """Where the model runs: `cpu`, `cuda`, or `auto`."""
+    prepend_bos: bool | None = None
+    """Put the BOS token before the text. None: do what the model's tokenizer does by default."""
+
+
+def command(_recipe: str) -> ReadCommand:
+    """Return the command; a recipe has nothing to say about it."""
+    return ReadCommand(text=tyro.MISSING, sae=tyro.MISSING)
+
+
+def run(command: ReadCommand) -> None:
+    """Print a text once for each latent, its tokens marked."""
+    from dmsae.config import require_whole
+    from dmsae.distillation.in_use import take_in_use
+    from dmsae.interventions.reading import read
+
+    require_whole("top", command.top, 1)
+    used = take_in_use(command.sae, command.model, command.hook, command.device, TERMINAL)
+    latents = command.latents or used.core or None
+    whole = read(used.sae, used.model, command.text, latents, command.prepend_bos)
+    shown = whole if command.latents else whole.strongest(command.top)
+    n_fire = len(whole.strongest(len(whole.latents)).latents) if whole.latents else 0
+    what = "latents of the core" if latents and not command.latents else "latents"
+    total = len(latents) if latents else used.sae.config.width
+    out.print(
+        f"{n_fire:,} of {total:,} {what} fire on {int(whole.kept_L.sum()):,} tokens"
+        + (f"; the strongest {len(shown.latents)}:" if len(shown.latents) < n_fire else ".")
+    )
+    for column, latent in enumerate(shown.latents):
+        out.print(title(latent, used.core, shown, column))
+        out.print(_marked(shown, column))
+
+
+def title(latent: int, core: Sequence[int], reading: "Reading", column: int) -> str:
+    """Return which latent it is, its number in the core as `dmsae core show` counts, and how it fires on a text."""
+    number = f" ({core.index(latent) + 1}. of the core)" if latent in core else ""
+    f_L = reading.activations_LR[:, column]
+    if not (n_on := int((f_L > 0).sum())):
+        return f"latent {latent}{number} does not fire"
+    tokens = f"{n_on} of {int(reading.kept_L.sum())} tokens"
+    return f"latent {latent}{number} fires on {tokens}, at most {float(f_L.max()):.1f}"
+
+
+def _marked(reading: "Reading", column: int) -> Text:
+    """Return the text with the tokens marked on which a latent fires: the stronger, the brighter."""
+    f_L = reading.activations_LR[:, column].tolist()
+    peak = max(f_L)
+    line = Text("   ")
+    for token, f in zip(reading.tokens, f_L, strict=True):
+        if f > 0:
+            shade = _SHADES[min(int(len(_SHADES) * f / peak), len(_SHADES) - 1)]
+            line.append(f"»{visible(token)}«", f"bold on {shade}").append(f"{f:.1f}", "dim")
+        else:
+            line.append(visible(token))
+    return line

@@ -1,0 +1,66 @@
+"""An SAE on disk made ready for use: with the model that it was made from, and the latents of its core."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from dmsae.activations.base_model import BaseModel, ModelConfig, identify
+from dmsae.activations.identity import ModelIdentity
+from dmsae.config import from_dict, to_dict
+from dmsae.cores.core import Core
+from dmsae.distillation.inspection import FoundSAE, find_sae, has_core
+from dmsae.errors import ConfigError
+from dmsae.evaluation.survival import require_selected_from
+from dmsae.progress import SILENT, Progress
+from dmsae.sae.sae import SAE
+
+
+class InUse(NamedTuple):
+    """An SAE and its model."""
+
+    sae: SAE
+    model: BaseModel
+    core: tuple[int, ...]
+    """The core's latents in the order of the core: as selected, or else those that the SAE was trained with."""
+
+
+def take_in_use(
+    place: Path, model: str = "", hook: str = "", device: str = "auto", progress: Progress = SILENT
+) -> InUse:
+    """Return the SAE in a place, as `find_sae` finds it, and its model; of a core, also its latents in that SAE.
+
+    The model is the one that the SAE was made from, which `model` may say where to find. An SAE that does not say what
+    it was made from needs both `model` and `hook`, and only its width is checked, when it is used.
+    """
+    found = find_sae(place)
+    core = tuple(range(found.sae.config.n_core))
+    if has_core(place):
+        selected = Core.load(place)
+        require_selected_from(selected, found.sae, f"the SAE in {found.directory}")
+        core = tuple(selected.slots_C.tolist())
+    loaded = _load_model(found, model, hook, device, progress)
+    return InUse(found.sae.to(loaded.device), loaded, core)
+
+
+def _load_model(found: FoundSAE, model: str, hook: str, device: str, progress: Progress) -> BaseModel:
+    facts = found.made_from.get("model")
+    recorded = from_dict(ModelIdentity, facts) if facts else None
+    if recorded is None or recorded == ModelIdentity.imported(recorded.name):
+        if not (model and hook):
+            raise ConfigError(
+                f"{found.directory} does not say which model and hook it was made from. Give both, with --model and "
+                "--hook."
+            )
+        return BaseModel.load(ModelConfig(name=model, hook=hook, device=device), progress=progress)
+    settings = {name: to_dict(recorded)[name] for name in ("name", "revision", "hook", "dtype")}
+    settings |= {"name": model, "revision": ""} if model else {}
+    settings |= {"hook": hook} if hook else {}
+    config = from_dict(ModelConfig, settings | {"device": device})
+    identity = identify(config, progress)
+    recorded.require_same(
+        identity,
+        f"the SAE in {found.directory}",
+        "what would run",
+        "Say with --model where its model is, and leave out --hook. Functions (dmsae.read, dmsae.steer) take any model "
+        "of its width.",
+    )
+    return BaseModel.load(config, identity, progress)
