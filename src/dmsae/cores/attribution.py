@@ -143,11 +143,24 @@ class Attribution:
         try:
             fields: Json = {name: tensors[name] for name in _TENSORS}
             fields |= {name: tensors[name] for name in _OPTIONAL if name in tensors}
-            return cls(**fields, **{name: facts[name] for name in _FACTS})
-        except KeyError as error:
+            scores = cls(**fields, **{name: facts[name] for name in _FACTS})
+        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
             raise CheckpointError(
-                f"{directory / layout.ATTRIBUTION}.json does not describe attribution: no {error}."
+                f"{directory / layout.ATTRIBUTION}.json does not describe attribution: {error!r}. Restore it."
             ) from error
+        _require_consistent(directory / f"{layout.ATTRIBUTION}.json", scores)
+        return scores
+
+
+def _require_consistent(path: Path, scores: Attribution) -> None:
+    """Raise unless saved scores have one value of the right kind for each latent."""
+    n = scores.latents_P.numel()
+    per_latent = [getattr(scores, name) for name in (*_TENSORS, *_OPTIONAL)]
+    fits = all(values is None or (values.ndim and values.shape[-1] == n) for values in per_latent)
+    if not fits or scores.latents_P.dtype != torch.int64 or not isinstance(scores.facts, dict):
+        raise CheckpointError(f"{path} does not describe attribution: its parts do not fit together. Restore it.")
+    if type(scores.n_positions) is not int:
+        raise CheckpointError(f"{path} says that {scores.n_positions!r} positions were looked at. Restore it.")
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from dmsae.activations.store import Store
 from dmsae.config import Json, from_dict, to_dict
 from dmsae.disk import layout
 from dmsae.disk.artifact import Bound, read_artifact, read_sealed, seal_of, write_artifact
-from dmsae.errors import CheckpointError, ConfigError
+from dmsae.errors import CheckpointError, ConfigError, first_line
 from dmsae.sae.detectors import Detectors
 
 DISTILLED_SEAL = "distilled_sha256"
@@ -89,6 +89,11 @@ class Core:
 
     def __post_init__(self) -> None:
         n = len(self.lineage)
+        if self.encoder_CD.ndim != 2 or not self.encoder_CD.isfinite().all():
+            raise CheckpointError(
+                f"The encoder rows of a core have shape {tuple(self.encoder_CD.shape)}; expected a matrix of finite "
+                "numbers."
+            )
         shapes = [tuple(t.shape) for t in (self.encoder_CD[:, :1], self.scores_C, self.slots_C)]
         if shapes != [(n, 1), (n,), (n,)] or self.encoder_CD.dtype != torch.float32:
             raise CheckpointError(
@@ -155,12 +160,13 @@ class Core:
                 scores_C=tensors["scores"],
                 slots_C=tensors["slots"],
                 lineage=tuple(from_dict(Lineage, latent) for latent in facts["lineage"]),
-                cycle=facts["cycle"],
+                cycle=int(facts["cycle"]),
                 provenance=from_dict(Provenance, facts["provenance"]),
                 detectors=Detectors(tensors["offsets"], tensors["thresholds"]) if "offsets" in tensors else None,
             )
-        except (KeyError, TypeError, ConfigError) as error:
-            raise CheckpointError(f"{directory / layout.CORE}.json does not describe a core: {error}") from error
+        except (KeyError, TypeError, ValueError, RuntimeError, ConfigError, CheckpointError) as error:
+            path = directory / layout.CORE
+            raise CheckpointError(f"{path}.json does not describe a core: {first_line(error)}. Restore it.") from error
 
 
 def _require_own_distilled(directory: Path) -> None:

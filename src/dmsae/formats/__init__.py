@@ -38,7 +38,10 @@ def load_any(path: Path, k: int | None = None, prefixes: Sequence[int] | None = 
     if layout.has_artifact(path, layout.SAE):
         sae, digest = SAE.load(path), sha256_of(path / f"{layout.SAE}.safetensors")
         model = read_made_from(path).get("model")
-        identity = from_dict(ModelIdentity, model) if model else None
+        try:
+            identity = from_dict(ModelIdentity, model) if model else None
+        except ConfigError as error:
+            raise CheckpointError(f"{path / layout.SAE}.json does not say what model it is of: {error}") from error
         return Imported(sae, "dmsae", (), digest, identity).agreeing(path, k, prefixes)
     if (path / dictionary_learning.WEIGHTS_NAME).is_file():
         return dictionary_learning.load(path, k, prefixes)

@@ -1,6 +1,5 @@
 """From the tensors of a foreign checkpoint to one of our SAEs."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,13 +9,14 @@ from torch import Tensor
 
 from dmsae.activations.identity import ModelIdentity
 from dmsae.config import Json
-from dmsae.disk.files import sha256_of
-from dmsae.errors import CheckpointError, ConfigError
+from dmsae.disk.files import read_json_value, sha256_of
+from dmsae.errors import CheckpointError, ConfigError, first_line
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.sae import SAE
 
 _NORM_TOLERANCE = 1e-4
 """Decoder rows within this of unit norm are left alone, bit for bit."""
+_MOST_PREFIXES = 4096
 
 
 class Imported(NamedTuple):
@@ -67,6 +67,11 @@ def build(
     except ConfigError as error:
         raise CheckpointError(f"{path} does not make an SAE: {error}") from error
     weights, changes = _with_unit_rows(weights)
+    for name, tensor in weights._asdict().items():
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(
+                f"{path}: {name} is not finite once decoder rows have unit norm: the norms are too large for float32."
+            )
     if (weights.threshold_K < 0).any():
         changes.append("Thresholds below 0 were set to 0: every positive activation passes, as before.")
     sae = SAE(config)
@@ -116,7 +121,49 @@ def _with_unit_rows(weights: Weights) -> tuple[Weights, list[str]]:
 def require_tensors(path: Path, tensors: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raise `CheckpointError` unless all tensors are there."""
     if missing := [name for name in names if not isinstance(tensors.get(name), Tensor)]:
-        raise CheckpointError(f"{path} lacks {', '.join(missing)}; it holds {', '.join(sorted(tensors)) or 'nothing'}.")
+        held = sorted(tensors)
+        shown = ", ".join(held[:12]) + (f" and {len(held) - 12} more" if len(held) > 12 else "")
+        raise CheckpointError(f"{path} lacks {', '.join(missing)}; it holds {shown or 'nothing'}.")
+    for name in names:
+        if not tensors[name].is_floating_point():
+            raise CheckpointError(f"{path}: {name} has dtype {tensors[name].dtype}; expected floating point.")
+
+
+def require_matrices(path: Path, tensors: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """Raise `CheckpointError` unless tensors have two dimensions."""
+    for name in names:
+        if tensors[name].ndim != 2:
+            raise CheckpointError(f"{path}: {name} has shape {tuple(tensors[name].shape)}; expected two dimensions.")
+
+
+def whole_number(path: Path, name: str, value: Any) -> int | None:
+    """Return a whole number that a checkpoint states, as a number or a tensor of one; None when it states none."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is not None and type(value) is not int:
+        raise CheckpointError(f"{path}: {name} is {_shown(value)}; expected a whole number.")
+    return value
+
+
+def whole_numbers(path: Path, name: str, value: Any) -> list[int] | None:
+    """Return the whole numbers that a checkpoint states, as a list or a tensor; None when it states none."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not value or len(value) > _MOST_PREFIXES:
+        raise CheckpointError(f"{path}: {name} is {_shown(value)}; expected a list of whole numbers.")
+    numbers = [whole_number(path, f"{name}[{i}]", one) for i, one in enumerate(value)]
+    if None in numbers:
+        raise CheckpointError(f"{path}: {name} is {_shown(value)}; expected a list of whole numbers.")
+    return [number for number in numbers if number is not None]
+
+
+def _shown(value: object) -> str:
+    text = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return text if len(text) < 80 else f"{text[:80]}…"
 
 
 def require_agreement(path: Path, name: str, said: Any, asked: Any) -> None:
@@ -144,9 +191,9 @@ def stated_or_given(path: Path, name: str, said: Any, asked: Any, notes: list[st
 def read_config(path: Path) -> Json:
     """Return the JSON object in a file."""
     try:
-        config = json.loads(path.read_text(encoding="utf8"))
+        config = read_json_value(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+        raise CheckpointError(f"{path} cannot be read as JSON: {first_line(error)}.") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds a {type(config).__name__}; expected a JSON object.")
     return config

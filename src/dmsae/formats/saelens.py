@@ -8,15 +8,25 @@ SAELens has folded in shows as decoder rows of another norm than 1, and is undon
 
 import re
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dmsae.config import Json
-from dmsae.errors import CheckpointError
-from dmsae.formats.imported import Imported, Weights, build, read_config, require_tensors, stated_or_given
+from dmsae.errors import CheckpointError, first_line
+from dmsae.formats.imported import (
+    Imported,
+    Weights,
+    build,
+    read_config,
+    require_matrices,
+    require_tensors,
+    stated_or_given,
+    whole_number,
+    whole_numbers,
+)
 
 WEIGHTS_NAME = "sae_weights.safetensors"
 _CONFIG_NAME = "cfg.json"
@@ -30,17 +40,22 @@ def load(path: Path, k: int | None = None, prefixes: Sequence[int] | None = None
     _require_readable(path, config)
     try:
         tensors = load_file(path / WEIGHTS_NAME)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path / WEIGHTS_NAME} cannot be read as safetensors: {error}") from error
+    except Exception as error:  # what a damaged file raises depends on the version of safetensors
+        raise CheckpointError(f"{path / WEIGHTS_NAME} cannot be read as safetensors: {first_line(error)}.") from error
     require_tensors(path / WEIGHTS_NAME, tensors, ("W_enc", "b_enc", "W_dec", "b_dec"))
-    details = {**config, **(config["metadata"].get("training_architecture_details") or {})}
+    require_matrices(path / WEIGHTS_NAME, tensors, ("W_enc", "W_dec"))
+    details = config.get("metadata", {}).get("training_architecture_details") or {}
+    if not isinstance(details, dict):
+        raise CheckpointError(f"{path / _CONFIG_NAME}: training_architecture_details is not an object.")
+    details = {**config, **details}
     notes: list[str] = []
     stated_k = details.get("k")
-    if isinstance(stated_k, float):
+    if isinstance(stated_k, float) and isfinite(stated_k):
         if stated_k != round(stated_k):
             notes.append(f"k was {stated_k}; it was rounded.")
         stated_k = round(stated_k)
-    stated_prefixes = _prefixes(details, len(tensors["b_enc"])) if stated_k is not None else None
+    stated_k = whole_number(path, "k", stated_k)
+    stated_prefixes = _prefixes(path, details, tensors["b_enc"].numel()) if stated_k is not None else None
     return build(
         path / WEIGHTS_NAME,
         "saelens",
@@ -57,27 +72,30 @@ def load(path: Path, k: int | None = None, prefixes: Sequence[int] | None = None
 def _require_readable(path: Path, config: Json) -> None:
     metadata = config.get("metadata")
     version = metadata.get("sae_lens_version") if isinstance(metadata, dict) else None
-    major = re.match(r"\d+", str(version))
+    major = re.match(r"\d{1,9}(?=\D|$)", str(version)) if isinstance(version, str) else None
     if major is None or int(major.group()) < 6:
         raise CheckpointError(
-            f"{path / _CONFIG_NAME} was written by SAELens {version or 'before 6'}. Load it with SAELens 6 and save it "
-            "again."
+            f"{path / _CONFIG_NAME} was written by SAELens {str(version)[:80] if version else 'before 6'}. Load it "
+            "with SAELens 6 and save it again."
         )
-    if (architecture := config.get("architecture")) not in (_INFERENCE, *_TRAINING):
+    if (architecture := config.get("architecture")) not in [_INFERENCE, *_TRAINING]:
         known = ", ".join((_INFERENCE, *_TRAINING))
-        raise CheckpointError(f"{path} holds an SAE of architecture {architecture!r}; those that can be read: {known}.")
+        shown = repr(architecture)[:80]
+        raise CheckpointError(f"{path} holds an SAE of architecture {shown}; those that can be read: {known}.")
     if (normalisation := config.get("normalize_activations", "none")) != "none":
         raise CheckpointError(
-            f"{path} expects activations normalised by {normalisation!r}, and does not hold what that was. Fold the "
-            "normalisation into the weights with SAELens (fold_activation_norm_scaling_factor) and save it again."
+            f"{path} expects activations normalised by {repr(normalisation)[:80]}, and does not hold what that was. "
+            "Fold the normalisation into the weights with SAELens (fold_activation_norm_scaling_factor) and save it again."
         )
     if (reshaping := config.get("reshape_activations", "none")) != "none":
-        raise CheckpointError(f"{path} reshapes activations ({reshaping!r}); only SAEs on plain vectors can be read.")
+        raise CheckpointError(
+            f"{path} reshapes activations ({repr(reshaping)[:80]}); only SAEs on plain vectors can be read."
+        )
 
 
-def _prefixes(details: Json, width: int) -> list[int]:
+def _prefixes(path: Path, details: Json, width: int) -> list[int]:
     """Return the Matryoshka prefixes; SAELens adds the full width when it was left out."""
-    widths = [int(size) for size in details.get("matryoshka_widths") or []]
+    widths = whole_numbers(path, "matryoshka_widths", details.get("matryoshka_widths") or None) or []
     return widths if widths and widths[-1] == width else [*widths, width]
 
 
@@ -87,6 +105,9 @@ def _threshold(path: Path, config: Json, tensors: dict[str, Tensor]) -> Tensor:
         require_tensors(path / WEIGHTS_NAME, tensors, ("threshold",))
         return tensors["threshold"]
     require_tensors(path / WEIGHTS_NAME, tensors, ("topk_threshold",))
-    threshold = tensors["topk_threshold"].expand(tensors["b_enc"].shape)
+    if tensors["topk_threshold"].numel() != 1:
+        shape = tuple(tensors["topk_threshold"].shape)
+        raise CheckpointError(f"{path / WEIGHTS_NAME}: topk_threshold has shape {shape}; expected a scalar.")
+    threshold = tensors["topk_threshold"].reshape(()).expand(tensors["b_enc"].shape)
     scaled = config.get("rescale_acts_by_decoder_norm", True)
     return threshold.div(tensors["W_dec"].double().norm(dim=1).clamp(min=1e-8)) if scaled else threshold

@@ -189,6 +189,8 @@ class SAE(nn.Module):
             raise CheckpointError(
                 f"{directory / layout.SAE}.safetensors holds {shapes}; its config asks for {expected}."
             )
+        if dtypes := [tensor.dtype for tensor in tensors.values() if not tensor.is_floating_point()]:
+            raise CheckpointError(f"{directory / layout.SAE}.safetensors holds {dtypes[0]}; expected floating point.")
         sae = cls(config).to(tensors["W_dec"].dtype)
         W_enc = tensors.pop("W_enc")
         tensors["W_enc_core"], tensors["W_enc_noncore"] = W_enc[: config.n_core], W_enc[config.n_core :]
@@ -200,7 +202,10 @@ class SAE(nn.Module):
 
 def read_made_from(directory: Path) -> Json:
     """Return what a saved SAE was made from, without reading its weights."""
-    made_from: Json = read_facts(_with_sae(directory), layout.SAE).get("made_from", {})
+    directory = _with_sae(directory)
+    made_from: Json = read_facts(directory, layout.SAE).get("made_from", {})
+    if not isinstance(made_from, dict):
+        raise CheckpointError(f"{directory / layout.SAE}.json does not say what the SAE was made from. Restore it.")
     return made_from
 
 

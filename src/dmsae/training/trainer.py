@@ -172,14 +172,26 @@ class Trainer:
     def _begin(self) -> None:
         """Set up the learners, fresh or as they were at the last checkpoint."""
         path = self._directory / layout.CHECKPOINT
-        resumed = load_checkpoint(path) if path.exists() else None
+        if not path.exists():
+            self._set_up(None)
+            return
+        tensors, state = load_checkpoint(path)
+        if state.get("settings") != canonical_hash(self._settings):
+            raise CheckpointError(f"{path} belongs to another run. Restore the one of this run, or remove it.")
+        try:
+            self._set_up((tensors, state))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, ConfigError) as error:
+            raise CheckpointError(
+                f"{path} is not a checkpoint that this run can resume from: {error!r}. Restore it; or remove it, and "
+                "the same command starts again from the beginning."
+            ) from error
+
+    def _set_up(self, resumed: tuple[dict[str, Tensor], Json] | None) -> None:
         if resumed is None:
             self._step, cursor = 0, Cursor()
             self._scale, b_dec = first_look(self._stream, self._config.norm_batches)
         else:
             tensors, state = resumed
-            if state["settings"] != canonical_hash(self._settings):
-                raise CheckpointError(f"{path} belongs to another run. Restore the one of this run, or remove it.")
             self._step, self._scale, cursor = state["step"], state["scale"], Cursor(**state["cursor"])
             self._last = {name: from_dict(StepMetrics, last) for name, last in state["last"].items()}
             b_dec = torch.zeros(self._stream.d_model, device=self._stream.device)
