@@ -19,7 +19,7 @@ Names of tensors end in their shape; each letter means one thing in the whole pa
     B tokens in a batch      D model width         K dictionary width     C core latents
     P candidate pool         G prefixes            S selected entries     A dead latents
     N contexts               L positions           R latents ablated or read, rows of a block
-    V vocabulary
+    V vocabulary             F planted features    E features read        Y classes
 
 The names below are the public surface. They are imported on first use, so `import dmsae` is fast.
 """

@@ -93,7 +93,7 @@ def experiment_show(results: Annotated[Path, tyro.conf.Positional], markdown: bo
     from dmsae.experiments.tables import tables
 
     for table in tables(read_results(results)):
-        _print(table, markdown)
+        print_table(table, markdown)
 
 
 def experiment_verdicts(results: Annotated[Path, tyro.conf.Positional], markdown: bool = False) -> None:
@@ -108,10 +108,11 @@ def experiment_verdicts(results: Annotated[Path, tyro.conf.Positional], markdown
     from dmsae.experiments.tables import verdict_table
     from dmsae.experiments.verdicts import verdicts
 
-    _print(verdict_table(verdicts(read_results(results), CLAIMS)), markdown)
+    print_table(verdict_table(verdicts(read_results(results), CLAIMS)), markdown)
 
 
-def _print(table: "TextTable", markdown: bool) -> None:
+def print_table(table: "TextTable", markdown: bool) -> None:
+    """Print a table, as Markdown if asked for."""
     if markdown:
         out.print(table.markdown(), soft_wrap=True, markup=False, highlight=False)
         out.print()

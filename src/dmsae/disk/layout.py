@@ -37,6 +37,7 @@ AGREEMENT = "agreement.json"
 # An evaluation
 EVALUATION = "evaluation.json"
 STABILITY = "stability.json"
+PLANTED = "planted.json"
 RESULTS = "results"
 
 # Artifacts: `<name>.safetensors` and `<name>.json`; the SAE of a training or cycle is in a folder of the same name
