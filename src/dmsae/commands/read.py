@@ -22,8 +22,8 @@ _SHADES = ("grey19", "dark_green", "green4", "green3", "green1")
 class ReadCommand:
     """Print which latents of a core, or of an SAE, fire on which tokens of a text.
 
-    Tokens on which a latent fires are marked »so« and followed by its activation. The first position of a text and
-    special tokens are not read, as in training.
+    Tokens on which a latent fires are marked »so« and followed by its activation. As in training, the first position of
+    a text, special tokens and norm outliers are not read.
     """
 
     text: Annotated[str, tyro.conf.Positional]
@@ -41,7 +41,9 @@ class ReadCommand:
     device: str = "auto"
     """Where the model runs: `cpu`, `cuda`, or `auto`."""
     prepend_bos: bool | None = None
-    """Put the BOS token before the text. None: do what the model's tokenizer does by default."""
+    """Put the BOS token before the text. Default: as in the SAE's harvest, if its store is there."""
+    max_norm_ratio: float | None = None
+    """Leave out positions whose norm exceeds this many times the median. Default: as in the SAE's harvest."""
 
 
 def command(_recipe: str) -> ReadCommand:
@@ -58,7 +60,9 @@ def run(command: ReadCommand) -> None:
     require_whole("top", command.top, 1)
     used = take_in_use(command.sae, command.model, command.hook, command.device, TERMINAL)
     latents = command.latents or used.core or None
-    whole = read(used.sae, used.model, command.text, latents, command.prepend_bos)
+    bos = used.prepend_bos if command.prepend_bos is None else command.prepend_bos
+    ratio = used.max_norm_ratio if command.max_norm_ratio is None else command.max_norm_ratio
+    whole = read(used.sae, used.model, command.text, latents, prepend_bos=bos, max_norm_ratio=ratio)
     shown = whole if command.latents else whole.strongest(command.top)
     n_fire = len(whole.strongest(len(whole.latents)).latents) if whole.latents else 0
     what = "latents of the core" if latents and not command.latents else "latents"

@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # `--help` does not wait for torch
 class SteerCommand:
     """Ablate, clamp or scale latents of an SAE inside its model, and see what comes next after a text.
 
-    Give one of --ablate, --clamp and --scale. The change is added to the activations at every position but the first
-    and those of special tokens; what the SAE does not explain of them stays.
+    Give one of --ablate, --clamp and --scale. The change is added to the activations at every position but the first,
+    special tokens and norm outliers; what the SAE does not explain of them stays.
     """
 
     text: Annotated[str, tyro.conf.Positional]
@@ -54,7 +54,9 @@ class SteerCommand:
     device: str = "auto"
     """Where the model runs: `cpu`, `cuda`, or `auto`."""
     prepend_bos: bool | None = None
-    """Put the BOS token before the text. None: do what the model's tokenizer does by default."""
+    """Put the BOS token before the text. Default: as in the SAE's harvest, if its store is there."""
+    max_norm_ratio: float | None = None
+    """Leave out positions whose norm exceeds this many times the median. Default: as in the SAE's harvest."""
 
 
 def command(_recipe: str) -> SteerCommand:
@@ -79,7 +81,8 @@ def run(command: SteerCommand) -> None:
         temperature=command.temperature,
         seed=command.seed,
         n_top=command.top,
-        prepend_bos=command.prepend_bos,
+        prepend_bos=used.prepend_bos if command.prepend_bos is None else command.prepend_bos,
+        max_norm_ratio=used.max_norm_ratio if command.max_norm_ratio is None else command.max_norm_ratio,
     )
     for column, one in enumerate(interventions):
         out.print(f"{title(one.latent, used.core, steered.reading, column)}; {_described(one)}")

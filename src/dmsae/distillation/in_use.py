@@ -1,14 +1,16 @@
-"""An SAE on disk made ready for use: with the model that it was made from, and the latents of its core."""
+"""An SAE on disk made ready for use: with its model, the latents of its core, and how its harvest took text."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 from dmsae.activations.base_model import BaseModel, ModelConfig, identify
 from dmsae.activations.identity import ModelIdentity
+from dmsae.activations.request import HarvestRequest
 from dmsae.config import from_dict, to_dict
 from dmsae.cores.core import Core
 from dmsae.distillation.inspection import FoundSAE, find_sae, has_core
-from dmsae.errors import ConfigError
+from dmsae.distillation.matching import open_store_of
+from dmsae.errors import ConfigError, DmsaeError
 from dmsae.evaluation.survival import require_selected_from
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.sae import SAE
@@ -21,6 +23,10 @@ class InUse(NamedTuple):
     model: BaseModel
     core: tuple[int, ...]
     """The core's latents in the order of the core: as selected, or else those that the SAE was trained with."""
+    prepend_bos: bool | None
+    """As in the harvest that the SAE was made from; None: as the tokenizer does, or not known."""
+    max_norm_ratio: float | None
+    """As in that harvest; None: no norm was too large, or not known."""
 
 
 def take_in_use(
@@ -38,7 +44,23 @@ def take_in_use(
         require_selected_from(selected, found.sae, f"the SAE in {found.directory}")
         core = tuple(selected.slots_C.tolist())
     loaded = _load_model(found, model, hook, device, progress)
-    return InUse(found.sae.to(loaded.device), loaded, core)
+    harvest = _harvest_of(found, progress)
+    bos, ratio = (harvest.tokens.prepend_bos, harvest.max_norm_ratio) if harvest else (None, None)
+    return InUse(found.sae.to(loaded.device), loaded, core, bos, ratio)
+
+
+def _harvest_of(found: FoundSAE, progress: Progress) -> HarvestRequest | None:
+    """Return how the text was harvested that an SAE was trained on, if that is recorded and still there."""
+    if live := found.made_from.get("live"):
+        return from_dict(HarvestRequest, live)
+    if not (key := found.made_from.get("store")):
+        return None
+    try:
+        request = open_store_of(found.directory, key).request
+    except DmsaeError as error:
+        progress.note(f"Whether contexts began with BOS, and which norms were left out, is not known: {error}")
+        return None
+    return request if isinstance(request, HarvestRequest) else None
 
 
 def _load_model(found: FoundSAE, model: str, hook: str, device: str, progress: Progress) -> BaseModel:

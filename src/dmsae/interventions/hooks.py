@@ -1,9 +1,10 @@
 """An SAE inside a model: at every position that counts, x is what the SAE makes of it, as long as a `with` block lasts.
 
-As everywhere, the first position of a context, special tokens and padding stay as they are. Norm outliers, which
-harvests leave out, are not known of a single text and are treated like all others.
+As everywhere, the first position of a context, special tokens and padding stay as they are. So do norm outliers, if a
+limit is given as in a harvest: the median is then that of the text itself.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,12 +28,14 @@ def splice_into(
     keep_error: bool = False,
     hook: int | str | None = None,
     tokenizer: Any = None,
+    max_norm_ratio: float | None = None,
 ) -> Iterator[None]:
     """Run a Hugging Face causal language model with an SAE in it: x becomes its reconstruction, latents changed or not.
 
     With `keep_error`, x stays and only what the interventions change is added: x + decode(f′) − decode(f). A
     `BaseModel` has a hook and a tokenizer of its own; any other model needs `hook`, a layer number or module path, and
-    without `tokenizer` its special tokens count like all others. `generate` works too, with cache and padding.
+    without `tokenizer` its special tokens count like all others. Positions whose norm is above `max_norm_ratio` × the
+    median stay as they are. `generate` works too, with cache and padding.
 
     >>> model = dmsae.BaseModel.load(dmsae.ModelConfig(name=str(tiny_model), hook=0))
     >>> sae, tokens = dmsae.SAE.load(run / "cycle-0"), torch.tensor([[5, 6, 7, 8]])
@@ -53,7 +56,7 @@ def splice_into(
         raise ConfigError("hook = None; a model that is no BaseModel needs a layer number or a dotted module path.")
     if tokenizer is not None:
         mask = KeepMask.of(tokenizer)
-    splice = _Splice(sae, interventions, keep_error, mask, path)
+    splice = _Splice(sae, interventions, keep_error, mask, path, max_norm_ratio)
     with ExitStack() as stack:
         stack.callback(whole.register_forward_pre_hook(splice.look, with_kwargs=True).remove)
         stack.callback(whole.get_submodule(path).register_forward_hook(splice.replace).remove)
@@ -69,17 +72,29 @@ def require_width(sae: Dictionary, x: Tensor, hook: str) -> None:
         )
 
 
+def norm_limit(norms: Tensor, max_norm_ratio: float | None) -> float:
+    """Return the norm above which an activation is an outlier among those that count, of which there may be none."""
+    return math.inf if max_norm_ratio is None or not len(norms) else max_norm_ratio * float(norms.median())
+
+
 class _Splice:
     """The hooks of one splice: what the model is given says which positions count when the hooked module has run."""
 
     def __init__(
-        self, sae: Dictionary, interventions: Sequence[Intervention], keep_error: bool, mask: KeepMask, path: str
+        self,
+        sae: Dictionary,
+        interventions: Sequence[Intervention],
+        keep_error: bool,
+        mask: KeepMask,
+        path: str,
+        max_norm_ratio: float | None,
     ) -> None:
         self._sae, self._interventions, self._keep_error = sae, interventions, keep_error
         self._latents = [one.latent for one in interventions]
-        self._mask, self._path = mask, path
+        self._mask, self._path, self._max_norm_ratio = mask, path, max_norm_ratio
         self._tokens_NL: Tensor | None = None
-        self._kept_NL = torch.empty(0)
+        self._follows_NL = self._kept_NL = torch.empty(0)
+        self._norm_limit = math.inf
 
     def look(self, _model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Remember the tokens of a forward pass, and which of their positions count."""
@@ -89,7 +104,8 @@ class _Splice:
         self._tokens_NL = tokens_NL
         # A column before the others, because the mask drops the first, which in a cached step is not a context's first.
         counts_NL = self._mask(pad(tokens_NL, (1, 0)))[:, 1:]
-        self._kept_NL = counts_NL & _follows(tokens_NL, named)
+        self._follows_NL = _follows(tokens_NL, named)
+        self._kept_NL = counts_NL & self._follows_NL
 
     def replace(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         """Return the hooked module's output with other hidden states at the positions that count."""
@@ -98,7 +114,10 @@ class _Splice:
         x_NLD = hidden_states(output, self._tokens_NL)
         self._tokens_NL = None
         require_width(self._sae, x_NLD, self._path)
-        kept_NL = self._kept_NL.to(x_NLD.device)
+        kept_NL, norms_NL = self._kept_NL.to(x_NLD.device), x_NLD.float().norm(dim=-1)
+        if not self._follows_NL.all():  # contexts begin here: a cached step has too few positions for a median
+            self._norm_limit = norm_limit(norms_NL[kept_NL], self._max_norm_ratio)
+        kept_NL = kept_NL & (norms_NL <= self._norm_limit)
         return with_hidden_states(output, torch.where(kept_NL[..., None], self._edited(x_NLD).to(x_NLD), x_NLD))
 
     def _edited(self, x: Tensor) -> Tensor:

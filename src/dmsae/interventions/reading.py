@@ -9,7 +9,7 @@ from torch import Tensor
 from dmsae.activations.base_model import BaseModel
 from dmsae.config import require_whole
 from dmsae.evaluation.subject import Dictionary
-from dmsae.interventions.hooks import require_width
+from dmsae.interventions.hooks import norm_limit, require_width
 from dmsae.interventions.prompt import prompt_of
 
 
@@ -21,7 +21,7 @@ class Reading(NamedTuple):
     activations_LR: Tensor
     """[tokens, latents], at inference thresholds; 0 also where the SAE is not applied."""
     kept_L: Tensor
-    """Where the SAE is applied: not at the first position, nor at special tokens."""
+    """Where the SAE is applied: not at the first position, special tokens and norm outliers."""
     latents: tuple[int, ...]
     """Indices in the SAE."""
 
@@ -38,12 +38,18 @@ class Reading(NamedTuple):
 
 @torch.no_grad()
 def read(
-    sae: Dictionary, model: BaseModel, text: str, latents: Sequence[int] | None = None, prepend_bos: bool | None = None
+    sae: Dictionary,
+    model: BaseModel,
+    text: str,
+    latents: Sequence[int] | None = None,
+    *,
+    prepend_bos: bool | None = None,
+    max_norm_ratio: float | None = None,
 ) -> Reading:
     """Return how strongly latents fire on each token of a text: those given, those of the core, or all that fire.
 
     Without `latents` they are the SAE's core; of an SAE without one, all that fire, the strongest first. `prepend_bos`
-    is as in a harvest: by default the model's tokenizer decides.
+    and `max_norm_ratio` are as in a harvest: by default the tokenizer decides, and no norm is too large.
 
     >>> model = dmsae.BaseModel.load(dmsae.ModelConfig(name=str(tiny_model), hook=0))
     >>> sae = dmsae.SAE.load(run / "cycle-1")
@@ -57,7 +63,9 @@ def read(
     prompt = prompt_of(model, text, prepend_bos)
     x_LD = model.activations(prompt.tokens_NL)[0]
     require_width(sae, x_LD, model.identity.hook)
-    f_LK = sae.encode(x_LD.to(sae.W_dec)).float().cpu() * prompt.kept_L[:, None]
+    norms_L = x_LD.float().norm(dim=-1).cpu()
+    kept_L = prompt.kept_L & (norms_L <= norm_limit(norms_L[prompt.kept_L], max_norm_ratio))
+    f_LK = sae.encode(x_LD.to(sae.W_dec)).float().cpu() * kept_L[:, None]
     chosen = range(sae.config.n_core or sae.config.width) if latents is None else latents
-    reading = Reading(prompt.texts, f_LK[:, list(chosen)], prompt.kept_L, tuple(chosen))
+    reading = Reading(prompt.texts, f_LK[:, list(chosen)], kept_L, tuple(chosen))
     return reading if latents is not None or sae.config.n_core else reading.strongest(sae.config.width)

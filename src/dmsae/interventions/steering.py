@@ -65,12 +65,13 @@ def steer(
     seed: int = 0,
     n_top: int = 10,
     prepend_bos: bool | None = None,
+    max_norm_ratio: float | None = None,
 ) -> Steered:
     """Return what a model predicts after a text, and how it continues for `n_tokens`, without and with interventions.
 
     By default only the change is added to x, so that what the SAE does not explain stays; otherwise x becomes the
     changed reconstruction. A temperature of 0 takes the most probable token each time; above it, tokens are drawn with
-    the seed. A continuation ends before an end-of-text token.
+    the seed. A continuation ends before an end-of-text token. `prepend_bos` and `max_norm_ratio` are as for `read`.
 
     >>> model = dmsae.BaseModel.load(dmsae.ModelConfig(name=str(tiny_model), hook=0))
     >>> sae = dmsae.SAE.load(run / "cycle-1")
@@ -87,9 +88,11 @@ def steer(
         raise ConfigError("No intervention was given. Name at least one latent, and what to do with it.")
     require_fitting(interventions, sae.config)
     prompt = prompt_of(model, text, prepend_bos, n_tokens)
-    reading = read(sae, model, text, [one.latent for one in interventions], prepend_bos)
+    latents = [one.latent for one in interventions]
+    reading = read(sae, model, text, latents, prepend_bos=prepend_bos, max_norm_ratio=max_norm_ratio)
+    spliced = splice_into(model, sae, interventions, keep_error, max_norm_ratio=max_norm_ratio)
     log_p, continued = [], []
-    for context in (nullcontext(), splice_into(model, sae, interventions, keep_error)):
+    for context in (nullcontext(), spliced):
         with context:
             log_p.append(_log_p(model.logits(prompt.tokens_NL)))
             continued.append(_continued(model, prompt, n_tokens, temperature, seed) if n_tokens else "")
