@@ -1,5 +1,6 @@
 """SAEBench is driven from outside: jobs go in, events and results come back. Here a fake worker plays the package."""
 
+import io
 import json
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from dmsae.evaluation.saebench.job import Event, How, Job, JobModel, JobSAE, lay
 from dmsae.evaluation.saebench.results import read_figures
 from dmsae.evaluation.saebench.runner import run_saebench
 from dmsae.evaluation.saebench.words import sample_words
+from dmsae.evaluation.saebench.worker import Events, Tee
 
 MODEL = JobModel("owner/Tiny-Model", Path("/models/tiny"), "d" * 64, 3)
 SAES = (JobSAE("one", Path("/saes/one"), "1" * 64), JobSAE("two", Path("/saes/two"), "2" * 64))
@@ -279,3 +281,16 @@ def test_words_keep_every_letter() -> None:
     assert sample_words(words, None, seed=0) == words
     with pytest.raises(BenchmarkError, match="starts with z"):
         sample_words([word for word in words if word[0] != "z"], 100, seed=0)
+
+
+def test_the_worker_passes_on_bars_and_nothing_else() -> None:
+    channel, log = io.StringIO(), io.StringIO()
+    tee = Tee(log, Events(channel))
+    for text in (
+        "UserWarning: a | b\n",
+        "\rReconstruction Batches:  17%|█▋    | 1/6 [01:53<09:27]",
+        "  0%|   | 0/28 [0]",
+    ):
+        tee.write(text)
+    assert [Event.of(line).text for line in channel.getvalue().splitlines()] == ["Reconstruction Batches 1/6"]
+    assert log.getvalue().startswith("UserWarning")

@@ -5,6 +5,7 @@ the process that started this one keeps as a log.
 """
 
 import os
+import re
 import shutil
 import sys
 import time
@@ -19,6 +20,8 @@ from dmsae.evaluation.saebench.job import Event, Job, JobSAE
 from dmsae.evaluation.saebench.results import is_kept
 
 _SECONDS_BETWEEN_EVENTS = 1.0
+_BAR = re.compile(r"([^\r\n:|]*?):?\s*\d+%\|[^|]*\| *([\d.]+\w*/[\d.]+\w*)[^\r\n|]*$")
+"""A progress bar as tqdm draws it: what it is about, and how much of how much is done."""
 
 
 class Events:
@@ -37,21 +40,22 @@ class Events:
             os._exit(1)
 
     def progress(self, text: str) -> None:
-        """Say how far the work is, unless that was said a moment ago."""
-        if text.strip() and time.monotonic() - self._last > _SECONDS_BETWEEN_EVENTS:
+        """Say how far the work is if a bar was drawn, unless that was said a moment ago."""
+        bar = _BAR.search(text)
+        if bar and time.monotonic() - self._last > _SECONDS_BETWEEN_EVENTS:
             self._last = time.monotonic()
-            self.say(Event("progress", text=text.strip()))
+            self.say(Event("progress", text=" ".join(part for part in bar.groups() if part)))
 
 
 class Tee:
-    """Standard error, whose last line is passed on as progress: the package draws its bars there."""
+    """Standard error, from which bars are passed on as progress: that is where the package draws them."""
 
     def __init__(self, stream: IO[str], events: Events) -> None:
         self._stream, self._events = stream, events
 
     def write(self, text: str) -> int:
-        """Write, and pass on what is the last line now."""
-        self._events.progress(text.replace("\r", "\n").strip("\n").rpartition("\n")[2])
+        """Write, and pass on how far the last bar is."""
+        self._events.progress(text)
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
