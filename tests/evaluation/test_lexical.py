@@ -110,9 +110,9 @@ def test_latents_that_always_or_hardly_fire_are_not_drawn(store: Store) -> None:
     sae = identity_sae()
     with torch.no_grad():
         sae.b_enc.copy_(torch.tensor([0.0, 0, 5, 0]))  # latent 2 always fires now
-    latents, f_RC = sample_latents(sae, heldout_text(store, [], 10_000), 4, 10, seed=0)
+    latents, f_CR = sample_latents(sae, heldout_text(store, [], 10_000), 4, 10, seed=0)
     assert sorted(latents) == [0, 1]
-    assert f_RC.shape[1] == 2
+    assert len(f_CR) == 2
 
 
 @pytest.mark.parametrize(

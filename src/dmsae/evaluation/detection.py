@@ -120,10 +120,10 @@ def measure(
     results = []
     with progress.bar("detection", len(subjects) * config.n_latents, "latent") as bar:
         for subject in subjects:
-            latents, f_RC = sample_latents(subject.dictionary, text, config.n_latents, n_positive, config.seed)
+            latents, f_CR = sample_latents(subject.dictionary, text, config.n_latents, n_positive, config.seed)
             found = []
             with ThreadPoolExecutor(config.judge.workers) as pool:
-                for one in pool.map(partial(judge_latent, judge, shown), latents, f_RC.T):
+                for one in pool.map(partial(judge_latent, judge, shown), latents, f_CR):
                     found.append(one)
                     bar.advance(1, subject.name)
             bar.advance(config.n_latents - len(latents))

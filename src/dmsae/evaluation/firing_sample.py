@@ -57,7 +57,7 @@ def heldout_text(store: Store, subjects: list[Subject], n_tokens: int) -> Heldou
 def sample_latents(
     dictionary: Dictionary, text: HeldoutText, n: int, min_examples: int, seed: int
 ) -> tuple[list[int], Tensor]:
-    """Return up to n latents and their activations [rows, latents].
+    """Return up to n latents and their activations [latents, rows].
 
     They are drawn at random from those that fire, and do not fire, on at least `min_examples` tokens of either half.
     Which are drawn depends on the seed and the width alone, but for those that fire too rarely.
@@ -70,4 +70,4 @@ def sample_latents(
         fires_C = (f_RC[half] > 0).sum(0)
         usable_C &= (fires_C >= min_examples) & (int(half.sum()) - fires_C >= min_examples)
     chosen = usable_C.nonzero().squeeze(1)[:n]
-    return order[chosen].tolist(), f_RC[:, chosen]
+    return order[chosen].tolist(), f_RC[:, chosen].T.contiguous()

@@ -3,7 +3,8 @@
 A latent that responds to something simple in the text is predictable from the tokens around it. From its top examples
 in the first half of the held-out text a naive Bayes classifier learns which tokens stand there, and just before.
 Then it says on which tokens of the second half the latent fires. The score is the balanced accuracy: the mean of the
-shares right among tokens on which it fires and on which it does not. With shuffled labels the classifier gets ½.
+shares right among tokens on which it fires and on which it does not. With shuffled labels the classifier gets about ½:
+somewhat more if latents fire on frequent tokens, less if on rare ones.
 
 This is not interpretability: a latent for a meaning that many words share is hard to predict so, and one for a comma is
 easy.
@@ -90,9 +91,9 @@ def measure(
 
 
 def _score(dictionary: Dictionary, text: HeldoutText, classifier: "Classifier", config: LexicalConfig) -> LexicalResult:
-    latents, f_RC = sample_latents(dictionary, text, config.n_latents, config.min_examples, config.seed)
+    latents, f_CR = sample_latents(dictionary, text, config.n_latents, config.min_examples, config.seed)
     predictions = []
-    for latent, f_R in zip(latents, f_RC.T, strict=True):
+    for latent, f_R in zip(latents, f_CR, strict=True):
         accuracy, shuffled = (classifier.accuracy(f_R, latent, shuffle) for shuffle in (False, True))
         predictions.append(LatentPrediction(latent, accuracy, shuffled, float((f_R > 0).double().mean())))
     if not predictions:
@@ -119,11 +120,7 @@ class Classifier:
         """Return the balanced accuracy with which a latent's firing in the second half is predicted from the first."""
         draw = generator(self._config.seed, "lexical", latent)
         fires_R = f_R > 0
-        positive, negative = self._examples(f_R, draw)
-        if shuffle:
-            both = torch.cat([positive, negative])
-            both = both[torch.randperm(len(both), generator=draw)]
-            positive, negative = both[: len(positive)], both[len(positive) :]
+        positive, negative = self._examples(f_R, draw, shuffle)
         n_features, threshold, counts_OV = self._learn(positive, negative)
         rates = []
         for is_right in (fires_R & self._is_test_R, ~fires_R & self._is_test_R):
@@ -132,10 +129,12 @@ class Classifier:
             rates.append(float((says == fires_R[rows]).double().mean()))
         return sum(rates) / 2
 
-    def _examples(self, f_R: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _examples(self, f_R: Tensor, draw: torch.Generator, shuffle: bool) -> tuple[Tensor, Tensor]:
         """Return rows of the first half: where a latent fires most, and some where it does not fire."""
         train = (~self._is_test_R).nonzero().squeeze(1)
         f_train = f_R[train]
+        if shuffle:  # over the whole half, or its tokens would be more frequent among the examples than elsewhere
+            f_train = f_train[torch.randperm(len(f_train), generator=draw)]
         strongest = f_train.sort(descending=True, stable=True).indices[
             : min(self._config.n_top, int((f_train > 0).sum()))
         ]
