@@ -7,6 +7,7 @@ are subjects too. To add one, write the function and its config in a module of t
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from dmsae.evaluation import absorption, concept_removal, detection, disentanglement, lexical, probing
 from dmsae.evaluation.activity import ActivityConfig, activity
 from dmsae.evaluation.fidelity import FidelityConfig, measure_fidelity
 from dmsae.evaluation.redundancy import RedundancyConfig, redundancy
@@ -74,5 +75,48 @@ MEASURES: dict[str, Measure] = {
         RedundancyConfig,
         (),
         (Score("mean_max_cosine", null="mean_max_cosine_null"), Score("share_above_07"), Score("meta_fve")),
+    ),
+    "probing": Measure(
+        "k-sparse probing: how well a few latents tell two classes of text apart, beside a dense probe",
+        probing.measure,
+        probing.ProbingConfig,
+        ("model", "cache"),
+        tuple(Score(f"accuracy.{k}", ceiling="dense_accuracy") for k in (1, 5, 20)),
+    ),
+    "absorption": Measure(
+        f"words on which the latent of their first letter stays silent; meant for {absorption.MEANT_FOR}",
+        absorption.measure,
+        absorption.AbsorptionConfig,
+        ("model", "cache"),
+        (Score("full", ceiling=0.0), Score("fraction", ceiling=0.0), Score("fraction_v032", ceiling=0.0)),
+    ),
+    "disentanglement": Measure(
+        "whether a city's country, continent, language or time zone can be exchanged alone, as probes read them",
+        disentanglement.measure,
+        disentanglement.DisentanglementConfig,
+        ("model", "cache"),
+        (Score("score", ceiling=1.0), Score("cause", ceiling=1.0), Score("isolation", ceiling=1.0)),
+    ),
+    "concept_removal": Measure(
+        f"SCR and TPP, the effect of ablating a concept's latents; {concept_removal.CAVEAT}",
+        concept_removal.measure,
+        concept_removal.ConceptRemovalConfig,
+        ("model", "cache"),
+        (Score("scr.20", ceiling=1.0), Score("tpp.20")),
+    ),
+    "lexical_predictability": Measure(
+        "how well firing is predicted from the tokens of a latent's top examples, with no judge",
+        lexical.measure,
+        lexical.LexicalConfig,
+        ("store",),
+        (Score("lexical_predictability", ceiling=1.0, null="shuffled"),),
+    ),
+    "detection": Measure(
+        "how well a language model, at --detection.judge.url, tells from an explanation where a latent fires",
+        detection.measure,
+        detection.DetectionConfig,
+        ("store", "model", "cache"),
+        (Score("detection", ceiling=1.0), Score("detection_balanced", ceiling=1.0)),
+        by_default=False,
     ),
 }
