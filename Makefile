@@ -7,7 +7,7 @@ SAEBENCH ?= .venv-saebench
 DEMO   := runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup assets demo test browser check bench bench-peers saebench-env test-saebench clean
+.PHONY: help setup assets demo test browser check results bench bench-peers saebench-env test-saebench clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -51,6 +51,9 @@ test: check assets browser  ## every check and test
 browser:
 	@command -v chromium google-chrome chrome >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& apt-get update -qq >/dev/null 2>&1 && apt-get install -y -qq chromium >/dev/null 2>&1; } || true
+
+results: $(READY)  ## the results page and its figures, from the JSON in docs/results
+	$(BIN)/python -m dmsae.report.results_page docs
 
 bench: assets  ## measured ratios: tables, and one JSON line each
 	$(BIN)/python benchmarks/startup.py

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from dmsae.cli import main
 from dmsae.errors import ConfigError
 from dmsae.report.latents import Scored, card
-from dmsae.report.markup import Markup, table, tag, visible
+from dmsae.report.markup import Markup, table, tag
 from dmsae.report.page import page
 from dmsae.report.report import write_report
+from dmsae.text.visible import visible
 from hostile import HOSTILE, hostile_core, hostile_facts
 from tiny_recipe import write_recipe
 

@@ -3,11 +3,10 @@
 Characters that would be invisible, or would change how the rest is shown, are shown themselves.
 """
 
-import unicodedata
 from html import escape
 from typing import Self
 
-_NAMES = {"\n": "⏎", "\r": "␍", "\t": "⇥"}
+from dmsae.text.visible import visible
 
 
 class Markup(str):
@@ -40,16 +39,3 @@ def table(header: list[str], rows: "list[list[object]]", class_: str | None = No
     head = tag("tr", *(tag("th", cell, scope="col") for cell in header))
     body = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body), class_=class_), class_="scroll")
-
-
-def visible(text: str) -> str:
-    """Return text with line breaks, control characters and the like made visible."""
-    return "".join(_shown(character) for character in text)
-
-
-def _shown(character: str) -> str:
-    if character in _NAMES:
-        return _NAMES[character]
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
-        return f"⟨{ord(character):X}⟩"
-    return character

@@ -1,0 +1,56 @@
+"""The results page of the documentation, made from the JSON that experiments left, and from nothing else."""
+
+import sys
+from pathlib import Path
+
+from dmsae.config import Json
+from dmsae.experiments.claims import CLAIMS
+from dmsae.experiments.results import read_results
+from dmsae.experiments.tables import tables, verdict_table
+from dmsae.experiments.verdicts import verdicts
+from dmsae.report.figures import CAPTIONS, draw
+
+_HEAD = """# Results
+
+This page is made by `make results` from the JSON files in [`results/`](results), and a test checks that it is what they
+give. Each file is one part of an experiment with one seed; [experiments](experiments.md) says what the parts are and how
+a verdict is reached. A verdict needs three seeds. Intervals are Student's t over seeds.
+"""
+
+
+def write_results(docs: Path) -> None:
+    """Write `results.md` and its figures, from the folders of results in a directory of documentation."""
+    sections = [_HEAD]
+    for folder in sorted(path for path in (docs / "results").iterdir() if path.is_dir()):
+        files = draw(folder, docs / "figures" / folder.name)
+        for file in files:
+            if file.suffix == ".svg":  # the page shows the PNG, which every viewer renders alike
+                file.unlink()
+        sections.append(_section(folder, [file for file in files if file.suffix == ".png"], docs))
+    (docs / "results.md").write_text("\n".join(sections), encoding="utf8")
+
+
+def _section(folder: Path, figures: list[Path], docs: Path) -> str:
+    results = read_results(folder)
+    lines = [f"## Preset `{folder.name}`", "", _about(folder.name, results), ""]
+    lines += [verdict_table(verdicts(results, CLAIMS)).markdown(), ""]
+    for file in figures:
+        lines += [f"![{CAPTIONS[file.stem]}]({file.relative_to(docs).as_posix()})", "", f"*{CAPTIONS[file.stem]}*", ""]
+    for table in tables(results):
+        lines += [table.markdown(), ""]
+    return "\n".join(lines)
+
+
+def _about(preset: str, results: list[Json]) -> str:
+    settings = results[0]["settings"]
+    distill = settings["distill"]
+    train = distill["train"]
+    return (
+        f"`dmsae experiment all --preset {preset} --out runs/{preset}`, of which the parts below. {settings['model']}, "
+        f"store `{settings['store']}`; width {distill['width']}, k {distill['k']}, {train['tokens']:,} tokens a training, "
+        f"learning rate {train['lr']:g}. torch {results[0]['torch']}, two cores of a CPU."
+    )
+
+
+if __name__ == "__main__":
+    write_results(Path(sys.argv[1]))
