@@ -13,8 +13,8 @@ from dmsae.report.figures import CAPTIONS, draw
 _HEAD = """# Results
 
 This page is made by `make results` from the JSON files in [`results/`](results), and a test checks that it is what they
-give. Each file is one part of an experiment with one seed; [experiments](experiments.md) says what the parts are and how
-a verdict is reached. A verdict needs three seeds. Intervals are Student's t over seeds.
+give. Each file is one part of an experiment with one seed; [experiments](experiments.md) says what the parts are and
+how a verdict is reached. A verdict needs three seeds. Intervals are Student's t over seeds.
 """
 
 
@@ -47,8 +47,8 @@ def _about(preset: str, results: list[Json]) -> str:
     train = distill["train"]
     return (
         f"`dmsae experiment all --preset {preset} --out runs/{preset}`, of which the parts below. {settings['model']}, "
-        f"store `{settings['store']}`; width {distill['width']}, k {distill['k']}, {train['tokens']:,} tokens a training, "
-        f"learning rate {train['lr']:g}. torch {results[0]['torch']}, two cores of a CPU."
+        f"store `{settings['store']}`; width {distill['width']}, k {distill['k']}, {train['tokens']:,} tokens a "
+        f"training, learning rate {train['lr']:g}. torch {results[0]['torch']}, two cores of a CPU."
     )
 
 
