@@ -15,7 +15,7 @@ from dmsae.disk.artifact import bound, write_sealed
 from dmsae.disk.run import claimed, require_distillation
 from dmsae.distillation.matching import RESELECTED, open_store_of, recorded_run
 from dmsae.distillation.status import n_cycles
-from dmsae.errors import CheckpointError, ConfigError, ModelError
+from dmsae.errors import CheckpointError, ModelError
 from dmsae.formats import load_any
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.sae import SAE, read_made_from
@@ -57,8 +57,7 @@ def find_sae(place: Path) -> FoundSAE:
 
 def require_latents_of(sae: SAE, latents: list[int]) -> None:
     """Raise unless an SAE has all of these latents."""
-    if wrong := [latent for latent in latents if not 0 <= latent < sae.config.width]:
-        raise ConfigError(f"latents = {wrong}; the SAE has latents 0 to {sae.config.width - 1}.")
+    sae.config.require_latents(latents)
 
 
 def ablate_cycle(
