@@ -39,8 +39,13 @@ class Intervention:
         if self.kind == "ablate":
             require(self.value is None, "value", self.value, "be left out, because the latent is ablated")
         else:
-            is_number = isinstance(self.value, int | float) and math.isfinite(self.value)
-            require(is_number, "value", self.value, f"be a finite number to {self.kind} the latent with")
+            is_number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
+            require(
+                is_number and math.isfinite(self.value or 0),
+                "value",
+                self.value,
+                f"be a finite number to {self.kind} the latent with",
+            )
 
     def apply(self, f: Tensor) -> Tensor:
         """Return what the latent's activations become."""
