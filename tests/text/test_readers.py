@@ -4,8 +4,10 @@ import csv
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dmsae.errors import CorpusError
-from dmsae.text.readers import kind_of, read_documents
+from dmsae.text.readers import TxtDocuments, kind_of, read_documents
 
 DOCUMENTS = ["one\ntwo", 'quotes "and", commas', "ünïcode – 日本 🙂", "the last"]
 
@@ -157,3 +159,76 @@ def test_columns_of_another_type_are_named_and_nulls_are_empty(tmp_path: Path) -
 def test_heavy_libraries_are_imported_when_a_file_is_opened() -> None:
     code = "import sys, dmsae.text.corpus; assert not {'pyarrow', 'datasets', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_long_documents_are_cut_and_nothing_is_lost(tmp_path: Path) -> None:
+    text = "".join(chr(97 + i % 26) for i in range(2500))
+    for kind, write in KINDS.items():
+        path = tmp_path / f"long{kind}"
+        path.write_bytes(write([text, "short"]))
+        assert list(read_documents(path, "text", limit=1000)) == [text[:1000], text[1000:2000], text[2000:], "short"]
+    path = tmp_path / "long.txt"
+    units: tuple[TxtDocuments, ...] = ("line", "file")
+    for unit in units:
+        path.write_text(text)
+        assert list(read_documents(path, "", unit, limit=1000)) == [text[:1000], text[1000:2000], text[2000:]]
+
+
+def test_a_line_that_is_too_long_to_hold_is_named(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.csv"):
+        (tmp_path / name).write_text("text\n" * (name == "a.csv") + "x" * 9000)
+        with pytest.raises(CorpusError, match=rf"{name}, line [12] has more than 8,000 .* raise text.max_document"):
+            list(read_documents(tmp_path / name, "text", limit=1000))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("unit", ["paragraph", "line", "file"])
+def test_compressed_text_is_never_held_whole(tmp_path: Path, suffix: str, unit: TxtDocuments) -> None:
+    path = tmp_path / f"bomb.txt{suffix}"
+    path.write_bytes(COMPRESSIONS[suffix](b"a" * 60_000_000))
+    tracemalloc.start()
+    try:
+        n_chars = sum(map(len, read_documents(path, "", unit, limit=100_000)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert n_chars == 60_000_000
+    assert peak < 10_000_000
+
+
+def test_a_compressed_parquet_file_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(as_parquet(["x" * 5000, "y" * 5000]))
+    monkeypatch.setattr("dmsae.text.readers._PARQUET_BYTES", 1000)
+    with pytest.raises(CorpusError, match=r"a\.parquet: column 'text' of row group 0 has more than 1\.0 kB"):
+        list(read_documents(path, "text"))
+    packed = tmp_path / "a.parquet.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(CorpusError, match="decompressed, has more than"):
+        list(read_documents(packed, "text"))
+
+
+def test_a_stray_quote_is_refused_with_the_number_of_rows(tmp_path: Path) -> None:
+    rows = [f"{i},row {i}" for i in range(300)]
+    rows[7] = '7,"never closed'
+    (tmp_path / "a.csv").write_text("\n".join(["id,text", *rows]))
+    with pytest.raises(CorpusError, match=r"a\.csv cannot be read as \.csv: .*after 7 rows.*quote"):
+        list(read_documents(tmp_path / "a.csv", "text"))
+    rows[200] = '200,said "so"'
+    (tmp_path / "a.csv").write_text("\n".join(["id,text", *rows]))
+    with pytest.raises(CorpusError, match=r"row that ends at line 202, after 7 rows"):
+        list(read_documents(tmp_path / "a.csv", "text"))
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(CorpusError, match=r"a\.txt cannot be read as \.txt: .*not a regular file"):
+        list(read_documents(tmp_path / "a.txt", "text"))
+
+
+def test_names_that_are_not_utf8_are_read(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    for kind, write in KINDS.items():
+        named = path.with_name(path.name + kind)
+        named.write_bytes(write(DOCUMENTS))
+        assert list(read_documents(named, "text")) == DOCUMENTS

@@ -132,3 +132,21 @@ def test_prepending_a_bos_that_does_not_exist_is_refused() -> None:
 def test_a_context_needs_a_position_that_counts(length: Any) -> None:
     with pytest.raises(ConfigError, match=f"tokens.context_length = {length}; it must be a whole number of at least 2"):
         TokenConfig(length)
+
+
+def test_packing_copies_every_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long document is not copied again for every context that it fills."""
+
+    class Counted(list[int]):
+        copied = 0
+
+        def __getitem__(self, which: Any) -> Any:
+            part = super().__getitem__(which)
+            Counted.copied += len(part) if isinstance(which, slice) else 0
+            return part
+
+    packer = Packer(tokenizer(), TokenConfig(8))
+    monkeypatch.setattr(Packer, "_document", lambda self, ids: Counted([*ids, *self._suffix]))
+    n_contexts = len(list(packer.add([" ".join(WORDS * 50)])))
+    assert Counted.copied <= 60 * 50 + 1
+    assert n_contexts == (60 * 50 + 1) // 8

@@ -7,7 +7,6 @@ documents. The model is not run for this.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from dmsae.text.corpus import Corpus, Document, TextConfig
 from dmsae.text.tokens import Context, KeepMask, Packer, Window, has_target
 
 _DOCUMENTS_AT_ONCE = 512
+_CHARS_AT_ONCE = 16_000_000
 """Documents per call of the tokenizer."""
 _FEW_DOCUMENTS = 20
 """Fewer than this describe themselves more than the model."""
@@ -162,9 +162,16 @@ def warn_of_few_documents(
 
 
 def _lists(documents: Iterable[Document], size: int) -> Iterator[list[Document]]:
-    """Yield lists of at most `size` documents."""
-    stream = iter(documents)
-    while some := list(islice(stream, size)):
+    """Yield lists of at most `size` documents, and fewer when they are so long that their tokens would fill memory."""
+    some: list[Document] = []
+    n_chars = 0
+    for document in documents:
+        some.append(document)
+        n_chars += len(document.text)
+        if len(some) == size or n_chars >= _CHARS_AT_ONCE:
+            yield some
+            some, n_chars = [], 0
+    if some:
         yield some
 
 

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rich.filesize import decimal as human_bytes
 
-from dmsae.errors import BusyError, DiskSpaceError
+from dmsae.errors import BusyError, ConfigError, DiskSpaceError
 
 if TYPE_CHECKING:  # torch is slow to import, and many commands need only the files
     from torch import Tensor
@@ -24,6 +24,14 @@ _RESERVE_BYTES = 64 << 20
 """How much of a disk stays free."""
 _JSON_BYTES = 1 << 28
 """How large a file of facts may be."""
+
+
+def user_path(text: str) -> Path:
+    """Return the path that a user wrote, `~` meaning their home; that of nobody known is an error."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{text!r}: there is no such user, and so no home directory. Give the whole path.") from error
 
 
 def open_regular(path: Path) -> IO[bytes]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from dmsae.activations.identity import ModelIdentity
 from dmsae.config import from_dict
 from dmsae.disk import layout
-from dmsae.disk.files import sha256_of
+from dmsae.disk.files import sha256_of, user_path
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.formats import dictionary_learning, saelens
 from dmsae.formats.imported import Imported
@@ -22,7 +22,7 @@ _NAMES = (f"{layout.SAE}.json", dictionary_learning.WEIGHTS_NAME, saelens.WEIGHT
 def locate(source: str) -> Path:
     """Return the directory of a checkpoint: a local path, or `hub:owner/name/folder`, downloaded."""
     if not source.startswith("hub:"):
-        return Path(source).expanduser()
+        return user_path(source)
     owner, _, rest = source.removeprefix("hub:").partition("/")
     name, _, folder = rest.partition("/")
     if not (owner and name):
@@ -52,7 +52,7 @@ def load_any(path: Path, k: int | None = None, prefixes: Sequence[int] | None = 
 
 def require_checkpoint(source: str) -> None:
     """Raise when a source is a local path at which there is no checkpoint; nothing is read or downloaded."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     if not source.startswith("hub:") and not any((path / name).is_file() for name in _NAMES):
         raise _no_checkpoint(path)
 

@@ -85,7 +85,8 @@ def _require_readable(path: Path, config: Json) -> None:
     if (normalisation := config.get("normalize_activations", "none")) != "none":
         raise CheckpointError(
             f"{path} expects activations normalised by {repr(normalisation)[:80]}, and does not hold what that was. "
-            "Fold the normalisation into the weights with SAELens (fold_activation_norm_scaling_factor) and save it again."
+            "Fold the normalisation into the weights with SAELens (fold_activation_norm_scaling_factor), and save it "
+            "again."
         )
     if (reshaping := config.get("reshape_activations", "none")) != "none":
         raise CheckpointError(

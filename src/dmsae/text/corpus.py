@@ -14,13 +14,22 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, get_args
 
 from dmsae.config import Json, require, require_whole, to_dict
-from dmsae.disk.files import canonical_hash, sha256_of
+from dmsae.disk.files import canonical_hash, sha256_of, user_path
 from dmsae.errors import CorpusError, first_line, nearest
 from dmsae.progress import SILENT, Progress
 from dmsae.seeds import derive_seed
 from dmsae.text import assets
 from dmsae.text.hub import dataset_commit
-from dmsae.text.readers import KINDS, TxtDocuments, is_compressed, kind_of, read_documents, require_kind, text_of
+from dmsae.text.readers import (
+    DOCUMENT_CHARS,
+    KINDS,
+    TxtDocuments,
+    is_compressed,
+    kind_of,
+    read_documents,
+    require_kind,
+    text_of,
+)
 
 _HUB = "hub:"
 
@@ -58,8 +67,11 @@ class TextConfig:
     """Share of documents that are kept for attribution: never trained on, never evaluated on."""
     shuffle_chars: int = 256_000_000
     """Size of the shuffle buffer, in characters. A corpus that fits is shuffled whole."""
+    max_document_chars: int = DOCUMENT_CHARS
+    """Longer documents are cut into several: one document at a time is held in memory."""
 
     def __post_init__(self) -> None:
+        require(bool(self.source.strip()), "text.source", self.source, "name a corpus, a file, a directory or a glob")
         units = get_args(TxtDocuments)
         require(self.txt_documents in units, "text.txt_documents", self.txt_documents, f"be one of {', '.join(units)}")
         for name in ("heldout_fraction", "pairs_fraction"):
@@ -68,6 +80,12 @@ class TextConfig:
         name = "text.heldout_fraction + text.pairs_fraction"
         require(both < 1, name, both, "be below 1: the rest is trained on")
         require_whole("text.shuffle_chars", self.shuffle_chars, 1)
+        require_whole("text.max_document_chars", self.max_document_chars, 1000)
+
+    def cut_facts(self) -> Json:
+        """Return how documents are cut, when it is not as by default: then the text is another one."""
+        is_default = self.max_document_chars == DOCUMENT_CHARS
+        return {} if is_default else {"max_document_chars": self.max_document_chars}
 
 
 class Document(NamedTuple):
@@ -136,13 +154,23 @@ class FileCorpus:
         self.identity: Json = to_dict(
             FileIdentity(field=self.field, files=_content_hash(self.files), excluded=_content_hash(self.excluded))
         )
-        self._config = config
+        self.identity |= config.cut_facts()
+        self._config, self._progress = config, progress
 
     def documents(self, seed: int) -> Iterator[Document]:
         """Yield every distinct document once, in an order that depends only on the seed."""
         excluded = {digest for path in self.excluded for digest in map(_digest, self._read(path, may_be_empty=True))}
-        texts = (text for path in self.files for text in self._read(path))
-        return _distinct_and_shuffled(texts, excluded, self._config, seed)
+        return _distinct_and_shuffled(self._texts(), excluded, self._config, seed)
+
+    def _texts(self) -> Iterator[str]:
+        """Yield the text of all files, and report how much there was: a count can show what an error does not."""
+        n_texts = n_files = 0
+        for path in self.files:
+            for text in self._read(path):
+                n_texts += 1
+                yield text
+            n_files += 1
+        self._progress.note(f"Read {n_texts:,} documents from {n_files:,} files of {self.source!r}.")
 
     def hint_if_too_small(self) -> str:
         """Return how .txt files were cut into documents, if there are any."""
@@ -154,7 +182,8 @@ class FileCorpus:
         return ""
 
     def _read(self, path: Path, may_be_empty: bool = False) -> Iterator[str]:
-        return read_documents(path, self.field, self._config.txt_documents, may_be_empty)
+        config = self._config
+        return read_documents(path, self.field, config.txt_documents, may_be_empty, config.max_document_chars)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +213,7 @@ class HubCorpus:
             split=config.hub.split,
             revision=dataset_commit(name, config.hub.revision),
         )
-        self.identity: Json = to_dict(self._dataset)
+        self.identity: Json = to_dict(self._dataset) | config.cut_facts()
 
     def documents(self, seed: int) -> Iterator[Document]:
         """Yield every distinct document once, in an order that depends only on the seed."""
@@ -200,7 +229,8 @@ class HubCorpus:
             for row in self._rows():
                 if field not in row:
                     raise CorpusError(f"{self.source} has no column {field!r}. {nearest(field, row)} Set text.field.")
-                yield text_of(row[field], self.source, field)
+                text, limit = text_of(row[field], self.source, field), self._config.max_document_chars
+                yield from (text[at : at + limit] for at in range(0, len(text), limit))
         except CorpusError:
             raise
         except Exception as error:  # what a broken connection raises depends on the HTTP client in use
@@ -228,7 +258,7 @@ def _files_below(directory: Path) -> list[Path]:
 
 def _find_files(source: str) -> list[Path]:
     """Return the files that a path or glob names, in order. A file named explicitly must be of a known kind."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     files: list[Path] = []
     if path.is_dir():
         files = _files_below(path)

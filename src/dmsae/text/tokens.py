@@ -83,15 +83,17 @@ class Packer:
         all_ids = self._tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
         for text, ids in zip(texts, all_ids, strict=True):
             taken_ids = self._window.of(text, ids) if self._window else ids
-            document, at_start = [*taken_ids, *self._suffix], True
-            while document:
-                room = self._length - len(self._tokens)
-                taken, document = document[:room], document[room:]
-                self._starts += [at_start] + [False] * (len(taken) - 1)
+            document, at = self._document(taken_ids), 0
+            while at < len(document):
+                taken = document[at : at + self._length - len(self._tokens)]
+                self._starts += [at == 0] + [False] * (len(taken) - 1)
                 self._tokens += taken
-                at_start = False
+                at += len(taken)
                 if len(self._tokens) == self._length:
                     yield self._finish_context()
+
+    def _document(self, ids: list[int]) -> list[int]:
+        return [*ids, *self._suffix]
 
     def flush(self) -> Iterator[Context]:
         """Yield the last, padded context, if any token is left."""
