@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,7 @@ def test_broken_model_directories_are_named(copied: Path) -> None:
     identity = identify(config(copied))
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ModelError, match=r"copy cannot be loaded"):
+    with pytest.raises(ModelError, match=r"copy holds a model that cannot be loaded"):
         BaseModel.load(config(copied), identity)
     weights.unlink()
     with pytest.raises(ModelError, match=r"copy holds no \.safetensors weights"):
@@ -340,3 +341,51 @@ def test_dtype_is_the_models_own_arithmetic(tiny_model: Path) -> None:
     reference = BaseModel.load(config(tiny_model)).gradients(TOKENS).loss_NL
     assert losses.dtype == torch.float32
     assert F.l1_loss(losses, reference) < 0.2
+
+
+def test_no_code_of_a_model_directory_runs_and_nobody_is_asked(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, marker = Path(shutil.copytree(tiny_model, tmp_path / "model")), tmp_path / "ran"
+    code = f"open({str(marker)!r}, 'w')\nfrom transformers import *\n"
+    classes = {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Mine", "AutoTokenizer": ["code.Mine", None]}
+    (path / "code.py").write_text(code)
+    for name in ("config.json", "tokenizer_config.json"):
+        facts = json.loads((path / name).read_text()) | {"auto_map": classes, "model_type": "mine"}
+        facts |= {"tokenizer_class": "Mine"}
+        (path / name).write_text(json.dumps(facts))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    uses: list[Callable[[ModelConfig], Any]] = [identify, position_limit, load_tokenizer, BaseModel.load]
+    for use in uses:
+        with pytest.raises(ModelError, match=str(path)):
+            use(config(path))
+        assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": -4},
+        {"hidden_size": "16"},
+        {"hidden_size": 0},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": None},
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": "2"},
+        {"vocab_size": -1},
+        {"hidden_act": "none such"},
+        {"rope_scaling": {"rope_type": "none such"}},
+        {"rope_theta": "x"},
+        {"model_type": 3},
+        {"architectures": 3},
+        {"quantization_config": {"quant_method": "none such"}},
+    ],
+)
+def test_damaged_model_directories_are_named(tiny_model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    facts = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(facts | changes))
+    try:
+        BaseModel.load(config(path))
+    except ModelError as error:
+        assert str(path) in str(error)  # noqa: PT017 (some values do not matter to every version of transformers)

@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dmsae.activations.dtypes import DtypeName, torch_dtype
 from dmsae.activations.identity import ModelIdentity
 from dmsae.devices import model_device
-from dmsae.disk.files import canonical_hash, sha256_of
+from dmsae.disk.files import canonical_hash, sha256_of, user_path
 from dmsae.errors import GradientError, ModelError, first_line, nearest
 from dmsae.progress import SILENT, Progress
 from dmsae.text import assets
 from dmsae.text.hub import download
 from dmsae.text.tokens import PAD, KeepMask
+
+_MOST_LAYERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def locate(config: ModelConfig, progress: Progress = SILENT) -> tuple[Path, str]
         if asset.kind != "model":
             raise ModelError(f"model.name = {config.name!r} is a {asset.kind}; it must be a model. Try 'smollm2-135m'.")
         return assets.fetch(config.name, progress), asset.version
-    path = Path(config.name).expanduser()
+    path = user_path(config.name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json: it is not a Hugging Face model directory.")
@@ -112,7 +113,8 @@ def position_limit(config: ModelConfig, progress: Progress = SILENT) -> int | No
     import transformers  # here and below: importing it takes a second, and few commands need it
 
     path, _ = locate(config, progress)
-    return _stated_limit(transformers.AutoConfig.from_pretrained(path))
+    with _named(path, "describes no model that transformers knows"):
+        return _stated_limit(transformers.AutoConfig.from_pretrained(path, trust_remote_code=False))
 
 
 def _stated_limit(config: Any) -> int | None:
@@ -145,16 +147,32 @@ def _skeleton(path: Path) -> nn.Module:
     """Return the model's modules without weights."""
     import transformers
 
+    with _named(path, "is not a causal language model that transformers knows"), torch.device("meta"):
+        described = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        _require_size(path, described.get_text_config())
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(described, trust_remote_code=False)
+        return model
+
+
+def _require_size(path: Path, described: Any) -> None:
+    """Raise when a config describes so many blocks that making their modules alone would take for ever."""
+    n_layers = getattr(described, "num_hidden_layers", 0)
+    if not isinstance(n_layers, int) or not 0 <= n_layers <= _MOST_LAYERS:
+        raise ModelError(f"{path / 'config.json'}: num_hidden_layers is {n_layers!r}; expected 1 to {_MOST_LAYERS}.")
+
+
+@contextmanager
+def _named(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever transformers raises about a model directory into an error that names it.
+
+    `trust_remote_code=False` is passed wherever a directory is opened: no code in it runs, and nobody is asked.
+    """
     try:
-        with torch.device("meta"):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.from_pretrained(path)
-            )
-    except (ValueError, KeyError, OSError) as error:
-        raise ModelError(
-            f"{path} is not a causal language model that transformers knows: {first_line(error)}."
-        ) from error
-    return model
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # a damaged config can raise anything at all
+        raise ModelError(f"{path} {what}: {type(error).__name__}: {first_line(error)}.") from error
 
 
 class BaseModel:
@@ -187,12 +205,14 @@ class BaseModel:
         identity = identity or identify(config, progress)
         device = model_device(config.device)
         transformers.utils.logging.disable_progress_bar()
-        try:
+        with _named(path, "holds a model that cannot be loaded"):
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch_dtype(config.dtype), use_safetensors=True, output_loading_info=True
+                path,
+                dtype=torch_dtype(config.dtype),
+                use_safetensors=True,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ModelError(f"The model in {path} cannot be loaded: {first_line(error)}.") from error
         model, loading = loaded
         if missing := sorted(loading["missing_keys"]):
             raise ModelError(
@@ -315,10 +335,8 @@ def load_tokenizer(config: ModelConfig, progress: Progress = SILENT) -> Any:
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     path, _ = locate(config, progress)
-    try:
-        return transformers.AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} holds no tokenizer that can be loaded: {first_line(error)}.") from error
+    with _named(path, "holds no tokenizer that can be loaded"):
+        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def hidden_states(output: Any, tokens_NL: Tensor) -> Tensor:

@@ -15,9 +15,11 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     # transformers draws several progress bars on stderr, and not all of them have a switch.
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, trust_remote_code=False
+        )
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
         )
         # transformers still calls the model quantised after dequantising it, and would refuse to save it.
         del model.config.quantization_config
