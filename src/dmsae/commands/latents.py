@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.text import Text
 
-from dmsae.commands.output import number, out, visible
+from dmsae.commands.output import number, out
 from dmsae.commands.terminal import TERMINAL
 from dmsae.errors import DmsaeError
+from dmsae.text.visible import visible
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from dmsae.distillation.description import DescriptionConfig, LatentFacts

@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from dmsae import progress
+from dmsae.commands.output import PlainConsole
 from dmsae.progress import human_seconds
+from dmsae.text.visible import visible
 
-console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+console = PlainConsole(stderr=True)
 
 _SECONDS_BETWEEN_LINES = 20.0
 
@@ -23,7 +24,7 @@ class _Bar:
     """A bar that is drawn live, or printed as a line every so often when there is nowhere to draw it."""
 
     def __init__(self, what: str, total: int, unit: str, live: Progress | None, task: TaskID | None) -> None:
-        self._what, self._total, self._unit = what, total, unit
+        self._what, self._total, self._unit = visible(what), total, unit
         self._live, self._task = live, task
         self._done = self._resumed = 0
         self._note = ""
@@ -35,7 +36,7 @@ class _Bar:
 
     def advance(self, count: int, note: str = "") -> None:
         self._done += count
-        self._note = note or self._note
+        self._note = visible(note) or self._note
         elapsed = time.monotonic() - self._start
         rate = (self._done - self._resumed) / elapsed if elapsed > 0 else 0.0
         shown = f"{_short(rate)} {self._unit}/s {self._note}".rstrip()
@@ -66,7 +67,7 @@ class _Terminal:
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=console, transient=True) as live:
-            yield _Bar(what, total, unit, live, live.add_task(what, total=total, rate=""))
+            yield _Bar(what, total, unit, live, live.add_task(visible(what), total=total, rate=""))
 
     def note(self, message: str) -> None:
         console.print(message)
