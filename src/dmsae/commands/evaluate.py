@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from dmsae.activations.store import Store
+from dmsae.commands.evaluate_planted import evaluate_planted
 from dmsae.commands.evaluate_saebench import evaluate_saebench
 from dmsae.commands.output import number, out, plain_table
 from dmsae.commands.terminal import TERMINAL
@@ -125,5 +126,5 @@ def print_scores(evaluation: Evaluation) -> None:
         out.print(f"{name} has not run. {reason}")
 
 
-COMMANDS: dict[str, Any] = {"saebench": evaluate_saebench}
+COMMANDS: dict[str, Any] = {"saebench": evaluate_saebench, "planted": evaluate_planted}
 """`dmsae evaluate <verb>`: what is no measure of single SAEs."""
