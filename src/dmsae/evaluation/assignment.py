@@ -23,7 +23,9 @@ _NEAR = 32
 _ADDED = 32
 """Pairs that are added for a row at a time, at most."""
 _SLACK = 1e-6
-"""A pair that would gain less than this is not worth adding: cosines are in float32."""
+"""A solution is optimal when no pair would gain more than this: cosines are in float32."""
+_MARGIN = 0.01
+"""Pairs that fall short of a gain by less are added with those that gain: the next prices may favour them."""
 _SHIFT, _DUMMY = 2.0, 1e-3
 """Weights in the sparse graph: cosine + shift, which is positive; less than any of them for having no partner."""
 
@@ -161,13 +163,18 @@ def _prices(edges: _Edges, columns: Tensor, values: Tensor, n_columns: int) -> T
 
 
 def _worth_more(small: Tensor, large: Tensor, absolute: bool, prices: Tensor, gains: Tensor) -> _Edges:
-    """Return pairs whose cosine is above its column's price and its row's gain together: what the graph has missed."""
-    found = []
+    """Return pairs whose cosine is above its column's price and its row's gain together, and those nearly so.
+
+    There are none at all when no pair is above: the matching is the best there is.
+    """
+    found, largest = [], -_MARGIN
     for start, cosines in _blocks(small, large, absolute):
         surplus = cosines - prices.float()
         surplus -= gains[start : start + len(cosines), None].float()
         best, columns = surplus.topk(min(_ADDED, surplus.shape[1]), dim=1)
-        better = best > _SLACK
+        largest = max(largest, float(best.max()))
+        near = best > -_MARGIN
         rows = torch.arange(start, start + len(cosines))[:, None].expand_as(columns)
-        found.append(_Edges(rows[better], columns[better], cosines.gather(1, columns)[better]))
-    return _Edges(*(torch.cat(tensors) for tensors in zip(*found, strict=True)))
+        found.append(_Edges(rows[near], columns[near], cosines.gather(1, columns)[near]))
+    edges = _Edges(*(torch.cat(tensors) for tensors in zip(*found, strict=True)))
+    return edges if largest > _SLACK else _Edges(*(tensor[:0] for tensor in edges))
