@@ -93,3 +93,27 @@ def test_listing_stores_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_only_a_store_is_removed(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "request.json").write_text("{}")
+    with pytest.raises(StoreError, match="not known to be a store"):
+        remove_store(mine)
+    (make(tmp_path / "store").path / "thesis.tex").write_text("all of it")
+    with pytest.raises(StoreError, match=r"holds what no store has: .*thesis\.tex"):
+        remove_store(tmp_path / "store")
+    (tmp_path / "link").symlink_to(make(tmp_path / "other").path)
+    with pytest.raises(StoreError, match="not a directory of its own"):
+        remove_store(tmp_path / "link")
+    assert (mine / "request.json").exists()
+    assert (tmp_path / "store" / "store.json").exists()
+    assert Store.open(tmp_path / "other").n_rows(Split.TRAIN) == 6
+
+
+def test_a_missing_request_is_named(tmp_path: Path) -> None:
+    path = make(tmp_path / "key").path
+    (path / "request.json").unlink()
+    with pytest.raises(StoreError, match=r"request\.json is missing"):
+        Store.open(path)

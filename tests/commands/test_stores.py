@@ -12,7 +12,8 @@ from dmsae.activations.importing import import_store
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Store
-from dmsae.commands.stores import show_store
+from dmsae.commands.stores import show_store, store_remove
+from dmsae.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,3 +43,16 @@ def test_the_bundled_model_is_shown_for_what_it_is(
     shown = capsys.readouterr().out
     assert "SmolLM2-135M-Instruct" in shown
     assert "4 bits" in shown
+
+
+@pytest.mark.parametrize("key", ["", "a", "abc"])
+def test_few_letters_remove_nothing_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
+    path = Path(import_store("mine", torch.randn(8, 4), root=tmp_path).path.rename(tmp_path / "abcdef"))
+    with pytest.raises(ConfigError, match=r"at least 4 letters .* Give abcdef, or --yes"):
+        store_remove(key, tmp_path)
+    assert path.exists()
+    shown = capsys.readouterr().out
+    assert f"{path}: complete, " in shown
+    assert "8 train" in shown
+    store_remove(key, tmp_path, yes=True)
+    assert not path.exists()

@@ -1,12 +1,13 @@
 """`dmsae store`: activations on disk. Only commands that read tensors import torch."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.filesize import decimal as human_bytes
 
-from dmsae.activations.catalog import find_store, list_stores, remove_store
+from dmsae.activations.catalog import find_store, list_stores, remove_store, require_store, summary_of
 from dmsae.activations.dtypes import DtypeName
 from dmsae.activations.splits import Split
 from dmsae.commands.output import out, plain_table
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from dmsae.activations.store import Store
 
 Name = Annotated[str, tyro.conf.Positional]
+_LETTERS = 4
+"""How many letters of a key remove a store without asking."""
 
 
 def store_list(root: Path | None = None) -> None:
@@ -67,16 +70,33 @@ def store_verify(key: Name, root: Path | None = None) -> None:
     out.print(f"{store.key}: {len(store.records)} files, {human_bytes(store.size_bytes())}, all as written")
 
 
-def store_remove(key: Name, root: Path | None = None) -> None:
+def store_remove(key: Name, root: Path | None = None, yes: bool = False) -> None:
     """Remove a store from the disk.
 
     Args:
-        key: The store's key, or its first letters.
+        key: The store's key, or its first letters. With fewer than four, you are asked whether the right one was found.
         root: Directory of stores.
+        yes: Do not ask.
     """
     path = find_store(key, root)
+    require_store(path)
+    one = summary_of(path)
+    rows = ", ".join(f"{one.rows[split]:,} {split}" for split in Split if one.rows[split]) or "no rows"
+    out.print(f"{path}: {one.state}, {human_bytes(one.size_bytes)}, {one.model} {one.hook}, {one.source}, {rows}")
+    if len(key) < _LETTERS and not yes and not _agreed(key, path):
+        raise StoreError("Nothing was removed.")
     remove_store(path)
     out.print(f"Removed {path}")
+
+
+def _agreed(key: str, path: Path) -> bool:
+    """Return whether the user wants a store removed that so few letters have named."""
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            f"key = {key!r}; it must have at least {_LETTERS} letters to remove a store without asking. Give "
+            f"{path.name[:8]}, or --yes."
+        )
+    return input("Remove it? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def store_import(
