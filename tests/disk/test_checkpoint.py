@@ -119,3 +119,12 @@ def test_removing_also_takes_what_a_killed_writer_left(checkpoint: Path) -> None
     for _ in range(2):
         remove_checkpoint(checkpoint)
         assert list(checkpoint.parent.iterdir()) == []
+
+
+def test_a_link_in_the_place_of_the_temporary_folder_is_not_followed(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").write_text("all of it")
+    checkpoint.with_name("checkpoint.safetensors.tmp").symlink_to(tmp_path / "elsewhere")
+    save_checkpoint(checkpoint, TENSORS, STATE)
+    assert [file.name for file in (tmp_path / "elsewhere").iterdir()] == ["precious"]
+    assert load_checkpoint(checkpoint)[1] == STATE

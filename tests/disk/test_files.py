@@ -5,6 +5,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -13,14 +14,18 @@ import torch
 from safetensors.torch import load_file
 
 from dmsae.disk.files import (
+    append_text,
     canonical_hash,
     exclusive_lock,
+    read_json_value,
     require_space,
     sha256_of,
+    user_path,
     write_bytes,
+    write_json,
     write_tensors,
 )
-from dmsae.errors import BusyError, DiskSpaceError
+from dmsae.errors import BusyError, ConfigError, DiskSpaceError
 from dmsae.seeds import derive_seed, generator
 
 
@@ -125,3 +130,49 @@ def test_seeds_depend_on_every_part_of_their_purpose() -> None:
     purposes: list[tuple[int | str, ...]] = [(0, "a"), (0, "b"), (1, "a"), ("0", "a"), (0, "a", 1), (0, "a1")]
     assert len({derive_seed(*purpose) for purpose in purposes}) == len(purposes)
     assert torch.equal(torch.rand(3, generator=generator(0, "a")), torch.rand(3, generator=generator(0, "a")))
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_temporary_and_lock_files_never_write_through_a_link(
+    tmp_path: Path, link: Callable[[Path, Path], None]
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("all of it")
+    link(precious, tmp_path / "file.tmp")
+    write_bytes(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert not (tmp_path / "file").is_symlink()
+    link(precious, tmp_path / ".lock")
+    with pytest.raises(BusyError, match=r"\.lock is not a lock file"), exclusive_lock(tmp_path / ".lock", "It"):
+        pass
+    assert precious.read_text() == "all of it"
+
+
+def test_what_is_no_lock_is_not_taken_for_one(tmp_path: Path) -> None:
+    (tmp_path / "poetry.lock").write_text("[[package]]\n" * 10)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("poetry.lock", "pipe", "folder"):
+        with pytest.raises(BusyError, match="is not a lock file"), exclusive_lock(tmp_path / name, "It"):
+            pass
+    assert (tmp_path / "poetry.lock").read_text() == "[[package]]\n" * 10
+
+
+def test_a_full_disk_is_named_also_when_a_line_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskSpaceError, match=r"filled up while .*shards\.jsonl"):
+        append_text(tmp_path / "shards.jsonl", "line\n", sync=True)
+
+
+def test_names_that_are_not_utf8_are_written_and_read_back(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    write_json(tmp_path / "a.json", {"source": name, "é": 1})
+    assert read_json_value(tmp_path / "a.json") == {"source": name, "é": 1}
+
+
+def test_the_home_of_nobody_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="there is no such user"):
+        user_path("~nobody-of-that-name/model")

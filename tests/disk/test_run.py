@@ -195,3 +195,17 @@ def test_who_works_in_a_directory_is_told_without_disturbing(tmp_path: Path) -> 
     assert (tmp_path / ".lock").read_text() == "999999"
     with claimed(tmp_path, SETTINGS):
         pass
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", "[" * 100_000, "\x00"])
+def test_settings_that_are_no_settings_are_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_settings(tmp_path)
+
+
+def test_a_directory_whose_name_is_not_utf8_is_refused_at_once(tmp_path: Path) -> None:
+    directory = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    with pytest.raises(ConfigError, match="the name is not UTF-8"), claimed(directory, {}):
+        pytest.fail("claimed a directory that safetensors cannot name")
+    assert not directory.exists()

@@ -15,7 +15,6 @@ and does not say where a row came from.
 """
 
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +41,7 @@ from dmsae.activations.request import HarvestRequest, StoreRequest, read_request
 from dmsae.activations.splits import Split
 from dmsae.config import Json, to_dict
 from dmsae.disk import layout
-from dmsae.disk.files import write_bytes, write_json, write_tensors
+from dmsae.disk.files import append_text, write_bytes, write_json, write_tensors
 from dmsae.errors import StoreCorruptError, StoreError
 from dmsae.progress import SILENT, Progress
 from dmsae.text.tokens import KeepMask
@@ -66,10 +65,7 @@ class StoreWriter:
         rows = next(iter(tensors.values())).shape[0]
         documents = int(tensors["starts"].sum()) if "starts" in tensors else 0
         record = FileRecord(file, rows, write_tensors(self.path / file, tensors), dropped, documents)
-        with (self.path / layout.STORE_JOURNAL).open("a", encoding="utf8") as journal:
-            journal.write(journal_line(record))
-            journal.flush()
-            os.fsync(journal.fileno())
+        append_text(self.path / layout.STORE_JOURNAL, journal_line(record), sync=True)
         self.records[file] = record
         return record
 

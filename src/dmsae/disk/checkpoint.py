@@ -33,7 +33,7 @@ def save_checkpoint(path: Path, tensors: "dict[str, Tensor]", state: Json) -> No
     metadata = {"state": text, "state_checksum": str(zlib.crc32(text.encode())), "checksums": json.dumps(sums)}
     # In a folder of its own: safetensors writes through a hidden file of a random name, which a kill would leave.
     folder = _temporary(path)
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove(folder)
     folder.mkdir()
     written = folder / path.name
     try:
@@ -47,14 +47,14 @@ def save_checkpoint(path: Path, tensors: "dict[str, Tensor]", state: Json) -> No
             "it resumes from the last checkpoint, if there is one."
         ) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     fsync_directory(path.parent)
 
 
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint, and what was left of one if its writer was killed."""
     path.unlink(missing_ok=True)
-    shutil.rmtree(_temporary(path), ignore_errors=True)
+    _remove(_temporary(path))
 
 
 def read_state(path: Path) -> Json:
@@ -89,6 +89,13 @@ def _read(path: Path, framework: str) -> "tuple[dict[str, Tensor], Json]":
 def _temporary(path: Path) -> Path:
     """Return the folder in which a checkpoint is written before it takes its place."""
     return path.with_name(path.name + ".tmp")
+
+
+def _remove(folder: Path) -> None:
+    """Remove what is left of a temporary folder; a link or a file of its name is removed itself."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _checksum(tensor: "Tensor") -> int:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # torch is slow to import, and many commands need only the fi
 _CHUNK_BYTES = 1 << 22
 _RESERVE_BYTES = 64 << 20
 """How much of a disk stays free."""
+_LOCK_BYTES = 32
+"""How long a lock file can be: it holds the number of a process."""
 _JSON_BYTES = 1 << 28
 """How large a file of facts may be."""
 
@@ -79,25 +81,53 @@ def write_bytes(path: Path, data: bytes) -> None:
     # The name is fixed, not random: a killed writer's leftover is overwritten by the next one. Writers hold a lock.
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
+        with _full_disk_named(path, len(data)), _created(temporary) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+    except DiskSpaceError:
         temporary.unlink(missing_ok=True)
-        raise DiskSpaceError(
-            f"The disk filled up while {path} ({human_bytes(len(data))}) was written. Free some space and run the same "
-            "command again: what was finished is kept."
-        ) from error
+        raise
     temporary.replace(path)
     fsync_directory(path.parent)
 
 
+def append_text(path: Path, text: str, sync: bool = False) -> None:
+    """Add text to the end of a file; with `sync` it is on the disk when this returns."""
+    with _full_disk_named(path, len(text)), path.open("a", encoding="utf8") as file:
+        file.write(text)
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def _full_disk_named(path: Path, size_bytes: int) -> Iterator[None]:
+    """Turn the error of a full disk, which names no file, into one that does."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise DiskSpaceError(
+            f"The disk filled up while {path} ({human_bytes(size_bytes)}) was written. Free some space and run the "
+            "same command again: what was finished is kept."
+        ) from error
+
+
+def _created(path: Path) -> IO[bytes]:
+    """Open a new file for writing. Whatever had its name is unlinked, never written through: it may be a link."""
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON, atomically."""
-    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    try:
+        data = json.dumps(value, indent=2, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # the name of a file that is not UTF-8
+        data = json.dumps(value, indent=2).encode()
+    write_bytes(path, data + b"\n")
 
 
 def write_tensors(path: Path, tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str] | None = None) -> str:
@@ -120,9 +150,11 @@ def canonical_hash(value: Any) -> str:
 def exclusive_lock(path: Path, what: str) -> Iterator[None]:
     """Hold a lock that ends with the process, however it ends; raise `BusyError` when another process has it."""
     with _locked(path, what) as file:
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with _full_disk_named(path, _LOCK_BYTES):
+            file.seek(0)
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
         try:
             yield
         finally:
@@ -133,7 +165,7 @@ def _locked(path: Path, what: str) -> IO[str]:
     """Return the open lock file, locked."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
+        file = _open_lock(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The former holder may have removed the file meanwhile, and a lock on a removed file keeps nobody out.
@@ -148,6 +180,21 @@ def _locked(path: Path, what: str) -> IO[str]:
                 f"command again: nothing has been changed. (Lock: {path})"
             ) from None
         file.close()
+
+
+def _open_lock(path: Path) -> IO[str]:
+    """Open a lock file, made if it is missing. Another kind of file under its name is refused, and left as it is."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        raise BusyError(f"{path} is not a lock file of dmsae. Remove it, or use another directory.") from error
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1 or facts.st_size > _LOCK_BYTES:
+        os.close(descriptor)
+        raise BusyError(f"{path} is not a lock file of dmsae. Remove it, or use another directory.")
+    return os.fdopen(descriptor, "r+", encoding="utf8", errors="replace")
 
 
 def require_space(directory: Path, needed_bytes: int, what: str) -> None:

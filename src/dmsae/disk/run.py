@@ -6,6 +6,7 @@ refused, the difference is shown, and nothing in it is touched.
 
 import fcntl
 import json
+import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from dmsae.config import Json
 from dmsae.disk import layout
-from dmsae.disk.files import exclusive_lock, write_json
+from dmsae.disk.files import exclusive_lock, open_regular, read_json_value, write_json
 from dmsae.errors import CheckpointError, ConfigError, DmsaeError
 
 _LEFTOVERS = (layout.LOCK, f"{layout.SETTINGS}.tmp")
@@ -62,9 +63,9 @@ def require_claimable(directory: Path, settings: Json, may_change: Sequence[str]
 def running_process(directory: Path) -> int | None:
     """Return the process that works in a directory now, if there is one; its lock is looked at, never kept."""
     try:
-        with (directory / layout.LOCK).open() as file:
+        with open_regular(directory / layout.LOCK) as file:
             # Whoever ends in order empties the file, so an idle directory's lock is not even probed.
-            if not (holder := file.read().strip()):
+            if not (holder := file.read(32).decode("ascii", "replace").strip()):
                 return None
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -102,11 +103,15 @@ def read_settings(directory: Path) -> Json:
     """Return the settings that a directory was made with."""
     path = directory / layout.SETTINGS
     try:
-        settings: Json = json.loads(path.read_text(encoding="utf8"))
-    except FileNotFoundError:
+        settings: Json = read_json_value(path)
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{directory} holds no run: {_look_around(directory)}") from None
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}. Restore it, or use a new directory.") from error
+    if not isinstance(settings, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(settings).__name__}, not settings. Restore it, or use a new directory."
+        )
     return settings
 
 
@@ -127,6 +132,10 @@ def differences(old: Any, new: Any, name: str = "") -> list[str]:
 
 
 def _require_run_or_empty(directory: Path) -> None:
+    try:
+        os.fspath(directory).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{directory}: the name is not UTF-8. Give a directory whose name is.") from None
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file; give a directory for the results.")
     if not (directory / layout.SETTINGS).is_file() and (others := _others(directory)):
@@ -163,7 +172,8 @@ def _refuse_other(directory: Path, settings: Json, may_change: Sequence[str]) ->
 
 def _kind(settings: Json) -> str:
     """Return what a run is, in words."""
-    kind, made_from = settings.get("kind"), settings.get("made_from") or {}
+    kind, made_from = settings.get("kind"), settings.get("made_from")
+    made_from = made_from if isinstance(made_from, dict) else {}
     if kind == "train" and "transferred" in made_from:
         return "a transfer"
     if kind == "train" and "cycle" in made_from:
@@ -182,7 +192,7 @@ def _look_around(directory: Path) -> str:
 
 def _is_run(path: Path) -> bool:
     try:
-        return "kind" in json.loads(path.read_text(encoding="utf8"))
+        return "kind" in read_json_value(path)
     except (OSError, ValueError, TypeError):
         return False
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from dmsae.config import Json, from_dict
 from dmsae.disk import layout
 from dmsae.disk.artifact import read_sealed
+from dmsae.disk.files import append_text
 from dmsae.errors import CheckpointError, ConfigError, first_line
 
 SinkName = Literal["tensorboard", "wandb"]
@@ -213,8 +214,7 @@ def _mark(path: Path, size_bytes: int = -1) -> Mark:
 
 
 def _append(path: Path, record: Json) -> None:
-    with path.open("a", encoding="utf8") as file:
-        file.write(json.dumps(record) + "\n")
+    append_text(path, json.dumps(record) + "\n")
 
 
 def _import(sink: SinkName) -> Any:
