@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from dmsae.activations.base_model import ModelConfig
 from dmsae.activations.request import HarvestConfig
 from dmsae.commands.recipes import read_sections
-from dmsae.config import from_dict, read_recipe, recipe_names, to_dict
+from dmsae.config import from_dict, read_recipe, recipe_names, require_whole, to_dict
 from dmsae.errors import ConfigError
 from dmsae.sae.config import DenseCore, SAEConfig, SparseCore
 from dmsae.text.corpus import HubText, TextConfig
 from dmsae.text.tokens import TokenConfig
+from dmsae.training.config import TrainConfig
 
 
 class Colour(StrEnum):
@@ -164,3 +165,25 @@ def test_recipes_are_found_by_name_or_path(tmp_path: Path) -> None:
     own.write_text("[harvest\n")
     with pytest.raises(ConfigError, match=r"own\.toml is not valid TOML"):
         read_recipe(str(own))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a = '\xff'", "cannot be read as UTF-8"),
+        (b"a = " + b"[" * 100_000, "nested too deeply"),
+        (b"a = " + b"9" * 10_000, "not valid TOML"),
+        (b"#" * 2_000_000, "not a recipe"),
+    ],
+)
+def test_hostile_recipes_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "mine.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"mine\.toml .*{message}"):
+        read_recipe(str(tmp_path / "mine.toml"))
+
+
+def test_numbers_that_cannot_be_counted_to_are_refused() -> None:
+    with pytest.raises(ConfigError, match="n is larger than"):
+        require_whole("n", 10**400, 1)
+    with pytest.raises(ConfigError, match="lr is too large"):
+        from_dict(TrainConfig, {"lr": 10**400})

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from inspect import cleandoc
+from types import FrameType
 from typing import Annotated, Any, NamedTuple
 
 import tyro
@@ -51,8 +52,11 @@ word after the command says which."""
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; an error that the user can act on is printed without a traceback."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # treat a polite kill like Ctrl-C
+    if threading.current_thread() is threading.main_thread():
+        stop = _Stop()
+        for number in (signal.SIGINT, signal.SIGTERM):  # a polite kill is treated like Ctrl-C
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(number, stop)
     if arguments == ["--version"]:
         from dmsae import __version__
 
@@ -74,6 +78,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         console.print("\nInterrupted. Finished work is kept: run the same command to resume.")
         raise SystemExit(130) from None
+
+
+class _Stop:
+    """Interrupts what is going on; called again, while that is on its way out, it ends the process at once."""
+
+    def __init__(self) -> None:
+        self._called = False
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        if self._called:
+            os._exit(130)  # every file is whole or absent at any moment, so nothing is lost
+        self._called = True
+        raise KeyboardInterrupt
 
 
 def _app(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:

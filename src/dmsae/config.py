@@ -12,13 +12,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dmsae.errors import ConfigError, nearest
+from dmsae.errors import ConfigError, first_line, nearest
 
 T = TypeVar("T")
 
 
 Json = dict[str, Any]
 """A JSON object whose shape is checked by whoever reads it."""
+_LARGEST = 2**64
+"""No count, size or seed is larger."""
+_RECIPE_BYTES = 1 << 20
 
 
 def require(holds: bool, name: str, value: object, must: str, remedy: str = "") -> None:
@@ -29,7 +32,9 @@ def require(holds: bool, name: str, value: object, must: str, remedy: str = "") 
 
 
 def require_whole(name: str, value: object, low: int) -> None:
-    """Raise unless a setting is a whole number that is large enough."""
+    """Raise unless a setting is a whole number that is large enough, and not so large that no arithmetic holds it."""
+    if type(value) is int and value > _LARGEST:
+        raise ConfigError(f"{name} is larger than {_LARGEST:.0e}; it must be a whole number that can be counted to.")
     require(type(value) is int and value >= low, name, value, f"be a whole number of at least {low}")
 
 
@@ -113,7 +118,10 @@ def _convert_scalar(hint: Any, value: Any, name: str) -> Any:
     if hint is Path and isinstance(value, str):
         return Path(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{name} is too large a number.") from None
     if isinstance(hint, type) and isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
     raise ConfigError(
@@ -133,7 +141,7 @@ def read_recipe(recipe: str) -> dict[str, Any]:
     if path.suffix == ".toml":
         if not path.is_file():
             raise ConfigError(f"There is no recipe file {path}. Shipped recipes: {', '.join(recipe_names())}.")
-        text = path.read_text(encoding="utf8")
+        text = _read_text(path)
     elif recipe in recipe_names():
         text = (resources.files("dmsae") / "recipes" / f"{recipe}.toml").read_text(encoding="utf8")
     else:
@@ -143,5 +151,16 @@ def read_recipe(recipe: str) -> dict[str, Any]:
         )
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"Recipe {recipe} is not valid TOML: {error}.") from error
+    except RecursionError as error:
+        raise ConfigError(f"Recipe {recipe} is nested too deeply.") from error
+    except ValueError as error:  # of which TOMLDecodeError is one, and a number of too many digits another
+        raise ConfigError(f"Recipe {recipe} is not valid TOML: {first_line(error)}.") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _RECIPE_BYTES:
+            raise ConfigError(f"Recipe {path} has more than {_RECIPE_BYTES:,} bytes: it is not a recipe.")
+        return path.read_text(encoding="utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Recipe {path} cannot be read as UTF-8 text: {first_line(error)}.") from error

@@ -1,6 +1,7 @@
 """The command line says what it did or, in one message, what went wrong."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -265,3 +266,26 @@ def _toml(values: dict[str, Any], path: str = "") -> str:
     lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if name not in tables]
     inner = [_toml(value, f"{path}.{name}".lstrip(".")) for name, value in tables.items()]
     return "\n".join([f"[{path}]" if path else "", *lines, *inner])
+
+
+def test_repeated_signals_end_a_command_without_a_traceback() -> None:
+    code = (
+        "import time\nfrom dmsae import cli\n"
+        "def work(*_):\n"
+        "    print('ready', flush=True)\n"
+        "    try: time.sleep(600)\n"
+        "    finally: time.sleep(600)\n"
+        "cli._app = lambda _: type('App', (), {'cli': staticmethod(lambda **_: work())})\n"
+        "cli.main(['status'])\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors

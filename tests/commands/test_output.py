@@ -25,7 +25,12 @@ def test_names_of_strangers_do_not_act_on_the_terminal(capsys: pytest.CaptureFix
     with TERMINAL.bar(HOSTILE, 2, "steps") as bar:
         bar.advance(1, HOSTILE)
     printed = capsys.readouterr()
-    assert printed.out.splitlines() == ["name", f"{SHOWN}⏎", f"Store {SHOWN}", "second line"]
+    assert [line.rstrip() for line in printed.out.splitlines()] == [
+        "name",
+        f"{SHOWN}⏎",
+        f"Store {SHOWN}",
+        "second line",
+    ]
     assert printed.err.splitlines() == [SHOWN, f"Warning: {SHOWN}"]
 
 

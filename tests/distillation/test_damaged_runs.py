@@ -95,3 +95,21 @@ def test_status_names_a_damaged_file(run: Path) -> None:
     (run / "cycle-1" / "sae" / "status.json").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"cycle-1/sae/status\.json.*trains this SAE again"):
         stages(run)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "distill", "cycles": 10**12},
+        {"kind": "distill", "cycles": "three"},
+        {"kind": "distill", "cycles": -1},
+        {"kind": "train"},
+        {"kind": "train", "schedule": [], "saes": 3},
+        {"kind": ["train"]},
+        {},
+    ],
+)
+def test_status_of_an_absurd_run_is_an_error_in_no_time(tmp_path: Path, settings: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        stages(tmp_path)

@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pyte
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(pa, "input_stream", refuse)
+    monkeypatch.setattr("dmsae.text.readers.open_regular", refuse)
     with pytest.raises(CorpusError, match=r"a\.txt cannot be read as \.txt: .*Permission denied"):
         list(read_documents(path, ""))
 

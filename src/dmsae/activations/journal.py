@@ -149,6 +149,8 @@ def write_seal(store: Path, d_model: int, probe: Json | None = None) -> None:
 def read_seal(store: Path) -> Seal:
     """Return the seal of a store that is complete and whose small files are as they were written."""
     if not (store / layout.STORE_REQUEST).is_file():
+        if (store / layout.STORE_COMPLETE).exists() or (store / layout.STORE_JOURNAL).exists():
+            raise StoreCorruptError(f"{store / layout.STORE_REQUEST} is missing. Restore it, or remove {store}.")
         raise StoreError(f"There is no store at {store}. 'dmsae store list' shows those that exist.")
     if not (store / layout.STORE_COMPLETE).is_file():
         raise StoreError(

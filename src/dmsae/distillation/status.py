@@ -15,6 +15,8 @@ from dmsae.training.result import TrainState, read_result
 
 _TAIL_BYTES = 16_384
 """Enough for the last line of any metrics."""
+_MOST_CYCLES = 1000
+"""More than any run has: a number above it is damage, and listing as many stages would take for ever."""
 
 
 class StageState(StrEnum):
@@ -44,11 +46,17 @@ def stages(directory: Path) -> list[Stage]:
     """Return the stages of a run in their order."""
     settings = read_settings(directory)
     is_running = running_process(directory) is not None
-    match settings.get("kind"):
-        case "train":
-            return _training(directory, settings, is_running)
-        case "distill":
-            return _distillation(directory, settings, is_running)
+    try:
+        match settings.get("kind"):
+            case "train":
+                return _training(directory, settings, is_running)
+            case "distill":
+                return _distillation(directory, settings, is_running)
+    except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        raise CheckpointError(
+            f"{directory} is not a run that this version of dmsae can read: {error!r}. Restore its files, or use a new "
+            "directory."
+        ) from error
     raise CheckpointError(f"{directory} is not a run of this version of dmsae: its kind is {settings.get('kind')!r}.")
 
 
@@ -57,6 +65,11 @@ def n_cycles(directory: Path, settings: Json) -> int:
     if "cycles" not in settings:
         raise CheckpointError(f"{directory} is a distillation of an earlier version of dmsae; this one cannot read it.")
     cycles: int = settings["cycles"]
+    if type(cycles) is not int or not 0 <= cycles <= _MOST_CYCLES:
+        raise CheckpointError(
+            f"{directory / layout.SETTINGS} asks for {str(cycles)[:20]!r} cycles; expected 0 to {_MOST_CYCLES}. "
+            "Restore it, or use a new directory."
+        )
     return cycles
 
 
