@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from dmsae.config import Json
 from dmsae.cores.attribution import AttributionConfig
@@ -13,6 +14,7 @@ from dmsae.errors import CheckpointError, ConfigError
 from dmsae.experiments.catalog import EXPERIMENTS, PARTS, settings_of
 from dmsae.experiments.grid import GRIDS, Preset
 from dmsae.experiments.lab import Lab
+from dmsae.experiments.parts.consistency import compare, latents
 from dmsae.experiments.parts.regime import FRESH, chosen
 from dmsae.experiments.results import Spread, kept_or_run, over_seeds, read_results, result_file
 from dmsae.experiments.tables import tables, text
@@ -131,6 +133,24 @@ def test_a_regime_is_confirmed_with_a_fresh_seed(results: Path, lab: Lab) -> Non
     assert [one["seed"] for one in confirmed["regimes"]] == [FRESH]
     with pytest.raises(ConfigError, match="run the part regime first"):
         chosen(Lab(lab.store, BASE, results))
+
+
+def test_two_runs_are_compared_and_random_rows_beside_them(results: Path) -> None:
+    pairs = {pair["what"]: pair for pair in figures(results, "consistency")["pairs"]}
+    assert {"prefix-0", "first core, capped", "random rows", "the same without a core"} <= set(pairs)
+    for pair in pairs.values():
+        assert -1 <= pair["encoder_cosine"] <= 1
+        assert 0 <= pair["share_found"] <= 1
+    assert pairs["random rows"]["share_found"] == 0
+
+
+def test_the_same_latents_in_another_order_agree_fully(planted: Planted, lab: Lab) -> None:
+    sae = lab.start(BASE).sae
+    one, other = (latents(lab, sae, slots) for slots in (torch.arange(8), torch.arange(8).flip(0)))
+    alike = compare(one, other)
+    assert alike["share_found"] == 1
+    assert alike["encoder_cosine"] == pytest.approx(1)
+    assert compare(one, one._replace(encoder_CD=-one.encoder_CD))["share_found"] == 0
 
 
 def test_what_two_parts_need_is_trained_once(results: Path, directory: Path, lab: Lab) -> None:

@@ -92,6 +92,19 @@ PLANTED: dict[str, Json] = {
             row("random_subset-detector-k4", price=0.04),
         ]
     },
+    "consistency": {
+        "pairs": [
+            {"what": what, "tokens": tokens, "share_found": share if tokens == 20 else 0.0}
+            for tokens in (10, 20)
+            for what, share in (
+                ("prefix-0", 0.2),
+                ("distilled, detector", 0.5),
+                ("consensus", 0.6),
+                ("the rest beside a shared core", 0.3),
+                ("the same without a core", 0.2),
+            )
+        ]
+    },
     "confirmation": {"regimes": [{"margin": 0.02}]},
     "selection": {
         "rules": [
@@ -100,7 +113,7 @@ PLANTED: dict[str, Json] = {
         ]
     },
 }
-EXPECTED = [0.7, 0.5, 0.6, 1.0, 0.007, 0.21, 0.01, 0.09, 0.02, 0.03, 0.3, 0.5, 0.02]
+EXPECTED = [0.7, 0.5, 0.6, 1.0, 0.007, 0.21, 0.01, 0.09, 0.02, 0.03, 0.3, 0.5, 0.02, 0.3, 0.4, 0.1]
 
 
 def test_each_statistic_is_what_it_says() -> None:
@@ -112,7 +125,7 @@ def test_each_statistic_is_what_it_says() -> None:
 
 
 def test_figures_that_lack_what_a_claim_needs_leave_it_untested() -> None:
-    empty = {"rows": [], "cycles": [], "curves": {}, "regimes": [{"margin": None}]}
+    empty = {"rows": [], "cycles": [], "curves": {}, "regimes": [{"margin": None}], "pairs": []}
     for claim in CLAIMS:
         if claim.part != "selection":
             assert judge(claim, [{"part": claim.part, "seed": 0, "figures": empty}]).outcome is Outcome.UNTESTED

@@ -14,7 +14,9 @@ from dmsae.disk import layout
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from dmsae.experiments.tables import TextTable
 
-Name = Literal["cycles", "tau", "sparsity", "random-core", "selection", "benchmark", "price", "regime", "all"]
+Name = Literal[
+    "cycles", "tau", "sparsity", "random-core", "selection", "benchmark", "price", "consistency", "regime", "all"
+]
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,9 @@ class ExperimentCommand:
     core hold? sparsity: at which k is most carried over? random-core: does a random core decay while a distilled one
     stays in use? selection: what does gradient × activation buy over simpler rules? benchmark: what is an SAE from a
     distilled core worth, against its measured L0, beside MSAE and BatchTopK? price: how many latents can be kept, at
-    what price, by every rule, freeze and number of cycles, beside random controls? regime: where do detectors beat
-    every control, confirmed with fresh seeds? all: everything.
+    what price, by every rule, freeze and number of cycles, beside random controls? consistency: do independent
+    distillations find the same core? regime: where do detectors beat every control, confirmed with fresh seeds? all:
+    everything.
 
     Each part and seed is kept as a small JSON file as it ends. The same command goes on where it stopped, and
     experiments in one directory share their runs.

@@ -13,6 +13,7 @@ from dmsae.experiments.parts import (
     benchmark,
     capped,
     consensus,
+    consistency,
     cycles,
     paper,
     random_core,
@@ -40,6 +41,7 @@ PARTS: dict[str, Callable[[Lab, Grid, int], Json]] = {
     "consensus": consensus.run,
     "selection": selection.run,
     "benchmark": benchmark.run,
+    "consistency": consistency.run,
     "regime": regime.run,
     "confirmation": regime.confirm,
 }
@@ -56,6 +58,9 @@ EXPERIMENTS = {
     "price": Experiment(
         "How many latents can be kept, holding how much of the attribution, at what price?",
         ("paper", "capped", "consensus", "cycles"),
+    ),
+    "consistency": Experiment(
+        "Do independent distillations find the same core, more than their prefix-0s agree?", ("consistency",)
     ),
     "regime": Experiment(
         "Where do detectors beat every control at matched L0, with fresh seeds?", ("regime", "confirmation")

@@ -77,6 +77,13 @@ def _effect(figures: Json) -> float | None:
     return float(share["attribution"] - share["firing_rate"])
 
 
+def _found_again(figures: Json, what: str, than: str) -> float | None:
+    """Return the share of one kind of latents that two independent runs both have, less that of another kind."""
+    longest = max((pair["tokens"] for pair in figures["pairs"]), default=0)
+    share = {pair["what"]: pair["share_found"] for pair in figures["pairs"] if pair["tokens"] == longest}
+    return float(share[what] - share[than]) if {what, than} <= set(share) else None
+
+
 PAPER, OURS = "the paper", "ours"
 
 CLAIMS = (
@@ -170,5 +177,26 @@ CLAIMS = (
         "confirmation",
         "smallest price among the controls less price of the core",
         lambda figures: figures["regimes"][0]["margin"],
+    ),
+    Claim(
+        "Independent distillations find the same detectors, more than their prefix-0s agree.",
+        OURS,
+        "consistency",
+        "share of latents that both runs have, distilled detectors less prefix-0",
+        lambda figures: _found_again(figures, "distilled, detector", "prefix-0"),
+    ),
+    Claim(
+        "What several SAEs agree on is found again by other SAEs, more than prefix-0s agree.",
+        OURS,
+        "consistency",
+        "share of latents that both runs have, consensus less prefix-0",
+        lambda figures: _found_again(figures, "consensus", "prefix-0"),
+    ),
+    Claim(
+        "Beside a shared core the unfrozen rest of two SAEs agrees more than without one.",
+        OURS,
+        "consistency",
+        "share of prefix-0 latents that both SAEs have, with a shared core less without",
+        lambda figures: _found_again(figures, "the rest beside a shared core", "the same without a core"),
     ),
 )

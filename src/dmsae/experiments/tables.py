@@ -50,7 +50,7 @@ def tables(results: Sequence[Json]) -> list[TextTable]:
             ]
             made.append(TextTable(title, ["SAE", *(heading for heading, _ in COLUMNS.values())], rows))
         of_part = [result["figures"] for result in results if result["part"] == part]
-        others = (_cycles(of_part), _rules(of_part), _regimes(of_part))
+        others = (_cycles(of_part), _rules(of_part), _regimes(of_part), _pairs(of_part))
         made += [table._replace(title=f"{title}{table.title}") for table in others if table.rows]
     return made
 
@@ -95,6 +95,14 @@ def _regimes(figures: Sequence[Json]) -> TextTable:
     tried = [one for found in figures for one in found.get("regimes", ())]
     rows = _grouped(tried, ("regime",), columns)
     return TextTable(": regimes", ["regime", "core", "price", "margin over the best control"], rows)
+
+
+def _pairs(figures: Sequence[Json]) -> TextTable:
+    """Return a row for each kind of latents: how alike two independent sets of them are."""
+    columns = {"encoder_cosine": 3, "decoder_cosine": 3, "share_found": 3, "jaccard": 3, "jaccard_chance": 3}
+    rows = _grouped([one for found in figures for one in found.get("pairs", ())], ("what", "tokens"), columns)
+    header = ["what", "tokens", "encoder cosine", "decoder cosine", "found again", "Jaccard of firing", "by chance"]
+    return TextTable(": pairs of independent runs", header, rows)
 
 
 def _grouped(entries: Sequence[Json], keys: tuple[str, ...], columns: dict[str, int]) -> list[list[str]]:

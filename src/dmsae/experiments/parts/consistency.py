@@ -1,0 +1,141 @@
+"""Do independent distillations find the same latents? Two of them, which share nothing but the text, are compared.
+
+What each finds is matched one to one with what the other finds, by encoder and decoder rows together. A latent is found
+again when both its encoder and its decoder cosine exceed 0.7. Beside it stand the prefix-0 of the two SAEs, a
+consensus, and random rows with the covariance of the activations. Each seed is a pair of its own: pairs are independent.
+
+Then two SAEs with other seeds are trained from one core, and two from none: does what is not frozen agree more?
+"""
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from dmsae.config import Json
+from dmsae.cores.controls import RandomKind, random_core
+from dmsae.cores.core import Core
+from dmsae.distillation.config import DistillConfig
+from dmsae.distillation.transfer import TransferConfig
+from dmsae.errors import AttributionError, TrainingError
+from dmsae.evaluation.assignment import match_rows
+from dmsae.experiments.grid import Grid
+from dmsae.experiments.lab import Lab
+from dmsae.experiments.parts.capped import detectors
+from dmsae.experiments.parts.consensus import agreed
+from dmsae.experiments.parts.regime import FRESH
+from dmsae.sae.config import CoreMode
+from dmsae.sae.sae import SAE
+from dmsae.seeds import derive_seed
+
+_SAME = 0.7
+"""Encoder and decoder cosine from which on a latent counts as found again."""
+
+
+class Latents(NamedTuple):
+    """Some latents of an SAE."""
+
+    encoder_CD: Tensor
+    decoder_CD: Tensor
+    fires_BC: Tensor
+    """Where each fires on held-out activations."""
+
+
+def run(lab: Lab, grid: Grid, seed: int) -> Json:
+    """Return how much two independent distillations agree on, after each length of training."""
+    pairs = []
+    for factor in grid.token_factors:
+        base = replace(lab.base, train=replace(lab.base.train, tokens=round(lab.base.train.tokens * factor)))
+        one, other = (_found(lab, grid, replace(base, seed=s)) for s in (seed, seed + FRESH))
+        alike = {name: compare(one[name], other[name]) for name in one if name in other}
+        alike |= _rest(lab, grid, base, seed)
+        pairs += [{"what": name, "tokens": base.train.tokens, **figures} for name, figures in alike.items()]
+    return {"rows": [], "pairs": pairs}
+
+
+def _found(lab: Lab, grid: Grid, config: DistillConfig) -> dict[str, Latents]:
+    """Return all that one distillation finds, by name."""
+    start = lab.start(config)
+    capped = replace(config, max_rate=grid.max_rate)
+    n_pool = start.sae.config.prefixes[0]
+    found = {"prefix-0": latents(lab, start.sae, torch.arange(n_pool))}
+    first = lab.first_core(capped)
+    found["first core, capped"] = latents(lab, start.sae, first.slots_C)
+    for name, mode, asked in (("dense", CoreMode.DENSE, config), ("detector", CoreMode.DETECTOR, capped)):
+        try:
+            done, _ = lab.distill(replace(asked, core_mode=mode))
+        except TrainingError:  # it has nothing to compare; the part on cycles tells why
+            continue
+        if len(done.distilled):
+            found[f"distilled, {name}"] = latents(lab, done.last_sae, done.distilled.slots_C)
+    with suppress(AttributionError):  # they may agree on nothing
+        found["consensus"] = latents(lab, start.sae, agreed(lab, grid, capped).slots_C)
+    control = random_core(first, RandomKind.COVARIANCE_MATCHED, config.seed, lab.store)
+    found["random rows"] = found["first core, capped"]._replace(
+        encoder_CD=control.encoder_CD, decoder_CD=control.encoder_CD
+    )
+    return found
+
+
+@torch.no_grad()
+def latents(lab: Lab, sae: SAE, slots: Tensor) -> Latents:
+    """Return some latents of an SAE, and where they fire on the store's held-out activations."""
+    sae = sae.cpu()
+    fires = torch.cat([sae.encode(x_BD.float())[:, slots] > 0 for x_BD in lab.store.heldout().split(2048)])
+    return Latents(sae.W_enc[slots].detach(), sae.W_dec[slots].detach(), fires)
+
+
+def compare(one: Latents, other: Latents) -> Json:
+    """Return how alike two sets of latents are, matched one to one."""
+    matching = match_rows(_joined(one), _joined(other))
+    mine = matching.matched.nonzero().squeeze(1)
+    theirs = matching.partners_K[mine]
+    cosines = [
+        torch.cosine_similarity(a[mine].double(), b[theirs].double())
+        for a, b in ((one.encoder_CD, other.encoder_CD), (one.decoder_CD, other.decoder_CD))
+    ]
+    same = (cosines[0] > _SAME) & (cosines[1] > _SAME)
+    a, b = one.fires_BC[:, mine], other.fires_BC[:, theirs]
+    jaccard = (a & b).sum(0).double() / (a | b).sum(0).clamp(min=1)
+    rates = a.double().mean(0), b.double().mean(0)
+    both = rates[0] * rates[1]
+    chance = both / (rates[0] + rates[1] - both).clamp(min=1e-12)
+    return {
+        "sizes": [len(one.encoder_CD), len(other.encoder_CD)],
+        "encoder_cosine": float(cosines[0].mean()),
+        "decoder_cosine": float(cosines[1].mean()),
+        "share_found": float(same.sum() / max(len(one.encoder_CD), len(other.encoder_CD))),
+        "jaccard": float(jaccard.mean()),
+        "jaccard_chance": float(chance.mean()),
+    }
+
+
+def _joined(some: Latents) -> Tensor:
+    """Return rows whose cosine is the mean of encoder and decoder cosine."""
+    return torch.cat([normalize(rows.float()) for rows in (some.encoder_CD, some.decoder_CD)], dim=1)
+
+
+def _rest(lab: Lab, grid: Grid, base: DistillConfig, seed: int) -> dict[str, Json]:
+    """Return how much the unfrozen prefix-0 of two SAEs agrees, when they share a core and when they do not."""
+    config = replace(base, seed=seed, max_rate=grid.max_rate)
+    core = lab.first_core(config)
+    chosen = replace(detectors(lab, config, "consistency"), random_cores=(), baselines=("msae",))
+    found: dict[str, list[Latents]] = {}
+    for repeat in range(2):
+        train = replace(chosen.train, seed=derive_seed(seed, "consistency", repeat))
+        for name, some in _prefix0(lab, replace(chosen, train=train), core).items():
+            found.setdefault(name, []).append(some)
+    return {name: compare(*pair) for name, pair in found.items()}
+
+
+def _prefix0(lab: Lab, chosen: TransferConfig, core: Core) -> dict[str, Latents]:
+    """Return the non-core latents of prefix-0 of an SAE with the core, and those of one without."""
+    found = {}
+    for result in lab.transfer(chosen, core):
+        sae = SAE.load(result.directory)
+        name = "the rest beside a shared core" if sae.config.core else "the same without a core"
+        found[name] = latents(lab, sae, torch.arange(sae.config.n_core, sae.config.prefixes[0]))
+    return found
