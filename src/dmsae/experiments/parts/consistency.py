@@ -2,7 +2,7 @@
 
 What each finds is matched one to one with what the other finds, by encoder and decoder rows together. A latent is found
 again when both its encoder and its decoder cosine exceed 0.7. Beside it stand the prefix-0 of the two SAEs, a
-consensus, and random rows with the covariance of the activations. Each seed is a pair of its own: pairs are independent.
+consensus, and random rows with the covariance of the activations. Each seed is a pair of its own, and so independent.
 
 Then two SAEs with other seeds are trained from one core, and two from none: does what is not frozen agree more?
 """
