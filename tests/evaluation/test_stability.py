@@ -1,0 +1,214 @@
+"""Copies are found to be the same, strangers as alike as chance, and what differs in one group stays in it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dictionaries import random_sae
+from dmsae.activations.splits import Split
+from dmsae.activations.store import Store, StoreWriter
+from dmsae.cores.core import Core
+from dmsae.disk.layout import shard_file
+from dmsae.errors import ConfigError
+from dmsae.evaluation.core_stability import core_stability
+from dmsae.evaluation.mcc_null import MccNulls
+from dmsae.evaluation.stability import Means, PairStability, StabilityConfig, mean_of_means, stability
+from dmsae.sae.config import DenseCore, DetectorCore, SAEConfig
+from dmsae.sae.detectors import Detectors
+from dmsae.sae.sae import SAE
+from planted import REQUEST
+from three_cycles import D_MODEL as CYCLES_D_MODEL
+from three_cycles import PROVENANCE, three_cycles
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+D_MODEL, WIDTH, N_CORE = 12, 60, 10
+
+
+def make_store(path: Path, d_model: int = D_MODEL) -> Store:
+    writer = StoreWriter(path, REQUEST)
+    for index, split in enumerate((Split.TRAIN, Split.HELDOUT)):
+        x = torch.randn(2000, d_model, generator=torch.Generator().manual_seed(index)) * torch.linspace(3, 0.1, d_model)
+        writer.add(shard_file(split, 0), {"x": x}, {})
+    return writer.finish(d_model)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return make_store(tmp_path_factory.mktemp("stability") / "store")
+
+
+def permuted(sae: SAE, n_core: int, seed: int = 0) -> SAE:
+    """Return a copy with its core latents, and its other latents, each in another order."""
+    made = torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(n_core, generator=made), n_core + torch.randperm(WIDTH - n_core, generator=made)])
+    copy = SAE(sae.config).requires_grad_(False)
+    copy.W_enc_core.copy_(sae.W_enc[order][:n_core])
+    copy.W_enc_noncore.copy_(sae.W_enc[order][n_core:])
+    for name in ("b_enc", "W_dec", "threshold"):
+        getattr(copy, name).copy_(getattr(sae, name)[order])
+    copy.b_dec.copy_(sae.b_dec)
+    return copy
+
+
+def with_core(seed: int, core_rows: Tensor | None = None) -> SAE:
+    """Return an SAE with a dense core, of decoders and thresholds of its own."""
+    config = SAEConfig(D_MODEL, WIDTH, 4, (20, WIDTH), DenseCore(N_CORE, 4))
+    sae = random_sae(config, seed, threshold=1.5)
+    if core_rows is not None:
+        sae.W_enc_core.copy_(core_rows)
+    return sae
+
+
+def compare(first: SAE, second: SAE, store: Store) -> PairStability:
+    (pair,) = stability({"a": first, "b": second}, store, StabilityConfig())
+    return pair
+
+
+def test_permuted_copies_are_the_same(store: Store) -> None:
+    sae = with_core(0)
+    pair = compare(sae, permuted(sae, N_CORE), store)
+    assert pair.core is not None
+    assert not pair.same_core, "the rows are in another order: nothing says that they are the same"
+    for group, size in ((pair.core, N_CORE), (pair.noncore, WIDTH - N_CORE)):
+        assert tuple(group.mcc) == pytest.approx((1, 1, 1, 1))
+        assert group.all[:5] == pytest.approx((size, 1, 1, 1, 1))
+        assert group.all.correlation == pytest.approx(1)
+        assert group.over_bins.decoder == group.over_bins.shared == pytest.approx(1)
+        assert sum(one.means.n for one in group.bins) + group.n_silent == size
+
+
+def test_strangers_are_as_alike_as_random_directions(store: Store) -> None:
+    config = SAEConfig(D_MODEL, 400, 4, (400,))
+    pair = compare(random_sae(config, 0), random_sae(config, 1), store)
+    null = pair.noncore.null_isotropic
+    assert pair.core is None
+    assert pair.noncore.mcc.decoder_signed == pytest.approx(null.signed, abs=0.015)
+    assert pair.noncore.mcc.encoder_absolute == pytest.approx(null.absolute, abs=0.015)
+    assert pair.noncore.null_covariance.signed > null.signed + 0.05, "uneven activations make a stronger null"
+
+
+def test_the_core_and_the_others_are_told_apart(store: Store) -> None:
+    """The same core, other latents: the core is stable, the rest is not."""
+    first = with_core(0)
+    second = with_core(1, first.W_enc_core)
+    second.W_dec[:N_CORE] = first.W_dec[:N_CORE]
+    pair = compare(first, second, store)
+    assert pair.same_core
+    assert pair.core is not None
+    assert tuple(pair.core.mcc) == pytest.approx((1, 1, 1, 1))
+    assert (pair.core.all.shared, pair.core.all.jaccard) == pytest.approx((1, 1))
+    assert pair.noncore.mcc.decoder_signed < 0.9
+    assert pair.noncore.all.shared is not None
+    assert pair.noncore.all.shared < 0.5
+
+
+def test_a_core_that_is_the_same_is_compared_by_index(store: Store) -> None:
+    """Its decoders may be exchanged: matching by decoder would pair latents that fire apart."""
+    first = with_core(0)
+    second = with_core(0)
+    second.W_dec[:N_CORE] = first.W_dec[:N_CORE].roll(1, 0)
+    core = compare(first, second, store).core
+    assert core is not None
+    assert (core.all.jaccard, core.all.encoder) == pytest.approx((1, 1))
+    expected = torch.cosine_similarity(first.W_dec[:N_CORE], second.W_dec[:N_CORE]).mean()
+    assert core.all.decoder == pytest.approx(float(expected), abs=1e-5)
+    assert core.mcc.decoder_signed == pytest.approx(1)
+
+
+def test_sharing_takes_one_partner_by_encoder_and_decoder(store: Store) -> None:
+    sae = random_sae(SAEConfig(D_MODEL, 8, 2, (8,)), 0)
+    eye = torch.eye(8, D_MODEL)
+    sae.W_enc_noncore.copy_(eye)
+    sae.W_dec.copy_(eye)
+    other = random_sae(sae.config, 0)
+    other.W_enc_noncore.copy_(eye)
+    other.W_dec.copy_(eye[[1, 0, 2, 3, 4, 5, 6, 7]])  # decoders of two latents exchanged
+    shared = compare(sae, other, store).noncore
+    assert shared.mcc.decoder_signed == shared.mcc.encoder_signed == pytest.approx(1)
+    assert shared.all.shared == pytest.approx(6 / 8)
+
+
+def test_firing_is_that_of_the_partners(store: Store) -> None:
+    sae = random_sae(SAEConfig(D_MODEL, 8, 2, (8,)), 0, threshold=1.0)
+    rarer = random_sae(sae.config, 0, threshold=2.0)
+    x = store.heldout()
+    on, rare = sae.encode(x) > 0, rarer.encode(x) > 0
+    group = compare(sae, rarer, store).noncore
+    jaccard = ((on & rare).sum(0) / (on | rare).sum(0)).double()
+    assert group.all.jaccard == pytest.approx(float(jaccard[~jaccard.isnan()].mean()))
+    rates = on.double().mean(0)
+    for one in group.bins:
+        inside = (rates > one.low) & (rates <= one.high)
+        assert one.means.n == int(inside.sum()) > 0
+        assert one.means.jaccard == pytest.approx(float(jaccard[inside].mean()))
+    means = [one.means.jaccard for one in group.bins if one.means.jaccard is not None]
+    assert group.over_bins.jaccard == pytest.approx(sum(means) / len(means))
+    assert group.over_bins.n == len(group.bins)
+
+
+def test_bins_that_one_group_lacks_are_left_out_of_the_mean(store: Store) -> None:
+    first, second = with_core(0), with_core(1)
+    for sae in (first, second):
+        sae.b_enc[:N_CORE] = 100.0  # the core always fires, which none of the others does
+    pair = compare(first, second, store)
+    assert pair.core is not None
+    assert [one.high for one in pair.core.bins] == [1.0]
+    both = {one.high for one in pair.core.bins} & {one.high for one in pair.noncore.bins}
+    assert pair.core.over_bins.n == pair.noncore.over_bins.n == len(both)
+
+
+def test_every_two_are_compared_and_the_width_may_differ(store: Store) -> None:
+    saes = {str(width): random_sae(SAEConfig(D_MODEL, width, 4, (width,)), width) for width in (20, 30, 40)}
+    pairs = stability(saes, store, StabilityConfig())
+    assert [(pair.first, pair.second) for pair in pairs] == [("20", "30"), ("20", "40"), ("30", "40")]
+    assert [pair.noncore.all.n for pair in pairs] == [20, 20, 30]
+    with pytest.raises(ConfigError, match="at least two SAEs"):
+        stability({"one": saes["20"]}, store, StabilityConfig())
+
+
+def test_detectors_can_be_compared(store: Store) -> None:
+    config = SAEConfig(D_MODEL, WIDTH, 4, (20, WIDTH), DetectorCore(N_CORE, 4))
+    rows = torch.randn(N_CORE, D_MODEL, generator=torch.Generator().manual_seed(5))
+    frozen = Detectors(torch.zeros(N_CORE), torch.full((N_CORE,), 0.5))
+    saes = [
+        SAE.init(config, torch.Generator().manual_seed(seed), rows, frozen).requires_grad_(False) for seed in (0, 1)
+    ]
+    core = compare(*saes, store).core
+    assert core is not None
+    assert (core.all.jaccard, core.all.correlation) == pytest.approx((1, 1)), "detectors fire the same in every SAE"
+
+
+def test_the_null_is_simulated_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = MccNulls(store, 0, tmp_path).covariance(30, 40)
+    assert MccNulls(store, 1, tmp_path).covariance(30, 40) != first
+    monkeypatch.setattr("dmsae.evaluation.mcc_null.match_rows", lambda *_: pytest.fail("simulated again"))
+    assert MccNulls(store, 0, tmp_path).covariance(30, 40) == first
+
+
+def test_a_mean_over_nothing_has_no_value() -> None:
+    some = Means(3, 0.5, 0.5, 0.0, None, None, None)
+    assert mean_of_means([some, some._replace(decoder=1.0)]) == (2, 0.75, 0.5, 0.0, None, None, None)
+    assert mean_of_means([]).decoder is None
+
+
+def test_cores_are_compared_by_encoder_rows_and_lineage(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", CYCLES_D_MODEL)
+    cores = three_cycles().cores
+    mine = {str(core.cycle): _of(core, store) for core in cores}
+    pairs = {(pair.first, pair.second): pair for pair in core_stability(mine, store, StabilityConfig())}
+    assert len(pairs) == 3
+    kept = pairs["0", "1"]
+    assert kept.carried is not None
+    assert (kept.carried.kept, kept.carried.new, kept.carried.dropped) == (1, 1, 1)
+    assert kept.n_identical == 1
+    assert kept.shared >= 0.5
+    again = core_stability({"a": mine["0"], "b": mine["0"]}, store, StabilityConfig())[0]
+    assert (again.encoder_signed, again.shared, again.n_identical) == pytest.approx((1, 1, len(cores[0])))
+
+
+def _of(core: Core, store: Store) -> Core:
+    """Return a core as if it were of a store's model."""
+    return replace(core, provenance=replace(PROVENANCE, model=store.model))
