@@ -34,7 +34,7 @@ class SpellingConfig:
 
     n_words: int = 1500
     """How many words of the tokenizer's vocabulary are used, four fifths of them to train probes. SAEBench uses all,
-    which takes hours without a GPU."""
+    which takes hours without a GPU, and as much memory as words times latents."""
     n_examples: int = 5
     """Spelled examples before each word. SAEBench shows 10."""
     template: str = "{word} has the first letter:"
