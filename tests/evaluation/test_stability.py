@@ -53,10 +53,10 @@ def permuted(sae: SAE, n_core: int, seed: int = 0) -> SAE:
     return copy
 
 
-def with_core(seed: int, core_rows: Tensor | None = None) -> SAE:
-    """Return an SAE with a dense core, of decoders and thresholds of its own."""
+def with_core(seed: int, core_rows: Tensor | None = None, threshold: float = 1.5) -> SAE:
+    """Return an SAE with a dense core and random rows; those of its core may be given."""
     config = SAEConfig(D_MODEL, WIDTH, 4, (20, WIDTH), DenseCore(N_CORE, 4))
-    sae = random_sae(config, seed, threshold=1.5)
+    sae = random_sae(config, seed, threshold)
     if core_rows is not None:
         sae.W_enc_core.copy_(core_rows)
     return sae
@@ -68,7 +68,7 @@ def compare(first: SAE, second: SAE, store: Store) -> PairStability:
 
 
 def test_permuted_copies_are_the_same(store: Store) -> None:
-    sae = with_core(0)
+    sae = with_core(0, threshold=0.5)
     pair = compare(sae, permuted(sae, N_CORE), store)
     assert pair.core is not None
     assert not pair.same_core, "the rows are in another order: nothing says that they are the same"
@@ -173,10 +173,8 @@ def test_detectors_can_be_compared(store: Store) -> None:
     config = SAEConfig(D_MODEL, WIDTH, 4, (20, WIDTH), DetectorCore(N_CORE, 4))
     rows = torch.randn(N_CORE, D_MODEL, generator=torch.Generator().manual_seed(5))
     frozen = Detectors(torch.zeros(N_CORE), torch.full((N_CORE,), 0.5))
-    saes = [
-        SAE.init(config, torch.Generator().manual_seed(seed), rows, frozen).requires_grad_(False) for seed in (0, 1)
-    ]
-    core = compare(*saes, store).core
+    first, second = (SAE.init(config, torch.Generator().manual_seed(seed), rows, frozen) for seed in (0, 1))
+    core = compare(first, second, store).core
     assert core is not None
     assert (core.all.jaccard, core.all.correlation) == pytest.approx((1, 1)), "detectors fire the same in every SAE"
 
