@@ -12,7 +12,6 @@ from dmsae.activations.base_model import BaseModel, ModelConfig
 from dmsae.activations.identity import ModelIdentity
 from dmsae.cli import main
 from dmsae.commands import read as command
-from dmsae.commands.output import visible
 from dmsae.config import to_dict
 from dmsae.cores.core import Core
 from dmsae.distillation.in_use import take_in_use
@@ -22,6 +21,7 @@ from dmsae.interventions.reading import Reading, read
 from dmsae.interventions.steering import steer
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.sae import SAE
+from dmsae.text.visible import visible
 from hostile import HOSTILE
 from tiny_recipe import write_recipe
 

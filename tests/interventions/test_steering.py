@@ -118,7 +118,7 @@ def test_bad_input_is_refused(model: BaseModel, sae: SAE) -> None:
     ]
     for settings, message in cases:
         with pytest.raises(ConfigError, match=message):
-            steer(**{"sae": sae, "model": model, "text": TEXT, "interventions": CLAMP} | settings)
+            steer(sae, model, **{"text": TEXT, "interventions": CLAMP} | settings)
     strongest = read(sae, model, TEXT).latents[0]
     with pytest.raises(ModelError, match="not finite with these interventions"):
         steer(sae, model, TEXT, [Intervention(strongest, "scale", 3e38)])

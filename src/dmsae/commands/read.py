@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.text import Text
 
-from dmsae.commands.output import out, visible
+from dmsae.commands.output import out
 from dmsae.commands.terminal import TERMINAL
+from dmsae.text.visible import visible
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from dmsae.interventions.reading import Reading

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.text import Text
 
-from dmsae.commands.output import out, plain_table, visible
+from dmsae.commands.output import out, plain_table
 from dmsae.commands.read import title
 from dmsae.commands.terminal import TERMINAL
 from dmsae.errors import ConfigError
+from dmsae.text.visible import visible
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from dmsae.interventions.intervention import Intervention
