@@ -76,7 +76,7 @@ def test_permuted_copies_are_the_same(store: Store) -> None:
         assert tuple(group.mcc) == pytest.approx((1, 1, 1, 1))
         assert group.all[:5] == pytest.approx((size, 1, 1, 1, 1))
         assert group.all.correlation == pytest.approx(1)
-        assert group.over_bins.decoder == group.over_bins.shared == pytest.approx(1)
+        assert (group.over_bins.decoder, group.over_bins.shared) == pytest.approx((1, 1))
         assert sum(one.means.n for one in group.bins) + group.n_silent == size
 
 

@@ -67,7 +67,8 @@ def match_rows(first_KD: Tensor, second_KD: Tensor, absolute: bool = False) -> M
     columns = _solve_densely(small, large, absolute) if dense else _solve_sparsely(small, large, absolute)
     partners = torch.full((len(first),), -1)
     partners[columns if swapped else torch.arange(len(small))] = torch.arange(len(small)) if swapped else columns
-    cosines = (first.double() * second.double()[partners]).sum(1)
+    ours, theirs = (normalize(rows.detach().double().cpu(), dim=1) for rows in (first_KD, second_KD))
+    cosines = (ours * theirs[partners]).sum(1).clamp(-1, 1)
     return Matching(partners, cosines.where(partners >= 0, torch.nan))
 
 
