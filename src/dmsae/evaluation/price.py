@@ -66,7 +66,7 @@ def price(kept: Point, unconstrained: Sequence[Point], n_kept: int, attribution_
     usable = [point for point in unconstrained if all(map(math.isfinite, point))]
     fve, fve_prefix0, note = None, None, _obstacle(kept, usable)
     if not note:
-        fve, fve_prefix0 = _interpolated(kept.l0, usable)
+        fve, fve_prefix0 = interpolated(kept.l0, usable)
         note = _left_out(len(unconstrained) - len(usable), len(unconstrained))
     return Price(
         n_kept=n_kept,
@@ -80,6 +80,16 @@ def price(kept: Point, unconstrained: Sequence[Point], n_kept: int, attribution_
         price_prefix0=None if fve_prefix0 is None else fve_prefix0 - kept.fve_prefix0,
         note=note,
     )
+
+
+def interpolated(l0: float, points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Return what points (L0, figures …) give at an L0 between theirs: on the lines through neighbouring points.
+
+    Points of equal L0 count as their mean.
+    """
+    l0s = sorted({point[0] for point in points})
+    means = [np.mean([point[1:] for point in points if point[0] == one], axis=0) for one in l0s]
+    return tuple(float(np.interp(l0, l0s, values)) for values in zip(*means, strict=True))
 
 
 def attribution_share(core: Core, attribution: Attribution) -> float:
@@ -124,14 +134,6 @@ def _obstacle(kept: Point, unconstrained: Sequence[Point]) -> str:
         f"L0 {kept.l0:.1f} lies outside {low:.1f} … {high:.1f}, that of the unconstrained SAEs. Train one at "
         f"{'a lower' if kept.l0 < low else 'a higher'} k."
     )
-
-
-def _interpolated(l0: float, points: Sequence[Point]) -> tuple[float, float]:
-    """Return the FVE and that of prefix-0 on the lines through neighbouring points; equal L0 count as their mean."""
-    l0s = sorted({point.l0 for point in points})
-    means = [np.mean([point[1:] for point in points if point.l0 == one], axis=0) for one in l0s]
-    fve, fve_prefix0 = (float(np.interp(l0, l0s, values)) for values in zip(*means, strict=True))
-    return fve, fve_prefix0
 
 
 def _left_out(n: int, n_all: int) -> str:

@@ -1,0 +1,115 @@
+"""Seeds, methods and L0 are told apart, and differences are those of pairs."""
+
+import math
+
+import pytest
+from scipy.stats import ttest_rel
+
+from dmsae.errors import ConfigError
+from dmsae.evaluation.comparison import Member, curves, differences, mean_interval, members_of, spreads
+from dmsae.evaluation.evaluate import Evaluation
+
+
+def evaluation(figures: dict[str, tuple[float, float]], store: str = "abc") -> Evaluation:
+    """Return the evaluation of SAEs whose L0 and variance explained are given."""
+    facts = {"digest": "", "config": {}, "null_of": "", "null_kind": ""}
+    null = {"digest": "", "config": {}, "null_of": next(iter(figures)), "null_kind": "untrained"}
+    results = {
+        name: {"fve": fve, "l0": l0, "cosine": 0.5, "fve_prefixes": [0.5 * fve, fve]}
+        for name, (l0, fve) in figures.items()
+    }
+    results["null"] = {"fve": 0.1, "l0": 3.0, "cosine": 0.1, "fve_prefixes": [0.0, 0.1]}
+    measures = {"fidelity": {"settings": {}, "seconds": 1.0, "results": results}}
+    return Evaluation(store, {}, dict.fromkeys(figures, facts) | {"null": null}, measures, {})
+
+
+def member(method: str, k: int, seed: int, l0: float, fve: float) -> Member:
+    return Member(method, k, seed, l0, {"fidelity.fve": fve})
+
+
+@pytest.mark.parametrize(
+    ("directory", "name", "method", "k", "seed"),
+    [
+        ("out", "msae-k40-s1", "msae", 40, 1),
+        ("out", "msae-k40-seed12", "msae", 40, 12),
+        ("out", "k20_dense_seed=3", "dense", 20, 3),
+        ("seed2", "sparse-k40", "sparse", 40, 2),
+        ("runs-s7-k20", "random", "random", 20, 7),
+        ("out", "random-norm_matched-dense-k3", "random-norm_matched-dense", 3, None),
+        ("out", "task-skip-kind", "task-skip-kind", None, None),
+        ("s1", "s0-msae", "msae", None, 0),
+        ("out", "k40", "k40", 40, None),
+    ],
+)
+def test_names_say_what_an_sae_is(directory: str, name: str, method: str, k: int | None, seed: int | None) -> None:
+    (found,) = members_of({directory: evaluation({name: (30.0, 0.8)})})
+    assert (found.method, found.k, found.seed, found.l0) == (method, k, seed, 30.0)
+    assert found.scores["fidelity.fve"] == 0.8
+    assert found.scores["fidelity.fve_prefixes.0"] == pytest.approx(0.4)
+
+
+def test_evaluations_on_different_text_are_not_compared() -> None:
+    with pytest.raises(ConfigError, match="of 2 stores"):
+        members_of({"a": evaluation({"x": (1, 1)}, "one"), "b": evaluation({"x": (1, 1)}, "other")})
+
+
+def test_the_spread_is_over_seeds() -> None:
+    members = [member("msae", 40, seed, 40.0 + seed, 0.7 + 0.01 * seed) for seed in range(3)]
+    (spread,) = spreads([*members])
+    assert spread[:4] == ("msae", 40, "fidelity.fve", 3)
+    assert spread[4:] == pytest.approx((0.71, 0.01, 0.70, 0.72, 41.0))
+    (alone,) = spreads(members[:1])
+    assert (alone.n, alone.sd) == (1, None)
+
+
+def test_differences_pair_seeds() -> None:
+    """Seeds differ more than methods: only pairs show the difference."""
+    base = [0.5, 0.7, 0.9]
+    other = [0.52, 0.73, 0.91]
+    members = [member("msae", 40, seed, 40, value) for seed, value in enumerate(base)]
+    members += [member("dense", 40, seed, 50, value) for seed, value in enumerate(other)]
+    members += [member("dense", 40, 9, 50, 5.0)]  # a seed that the baseline does not have
+    (found,) = differences(members, "msae")
+    assert (found.method, found.at, found.n) == ("dense", "k", 3)
+    expected = ttest_rel(other, base).confidence_interval(0.95)
+    assert (found.mean, found.low, found.high) == pytest.approx((0.02, expected.low, expected.high))
+
+
+def test_differences_at_the_same_l0_are_on_the_baseline_s_line() -> None:
+    members = [
+        member("msae", 20, 0, 20, 0.6),
+        member("msae", 40, 0, 40, 0.8),
+        member("dense", 20, 0, 35, 0.7),
+        member("dense", 40, 0, 55, 0.9),
+    ]
+    found = {(one.k, one.at): one for one in differences(members, "msae")}
+    assert found[20, "k"].mean == pytest.approx(0.1), "at the same k it looks better"
+    assert found[20, "L0"].mean == pytest.approx(0.7 - 0.75), "at the same L0 it is worse"
+    assert (40, "L0") not in found, "the baseline has no SAE of such an L0: nothing is extrapolated"
+    assert (found[20, "L0"].low, found[20, "L0"].high) == (None, None)
+    with pytest.raises(ConfigError, match="Did you mean 'msae'"):
+        differences(members, "mase")
+
+
+def test_curves_are_interpolated_in_each_seed() -> None:
+    members = [member("msae", k, seed, k + seed, 0.01 * k) for k in (20, 40) for seed in (0, 1)]
+    found = {point.l0: point for point in curves(members, [10, 20, 30, 40.5])}
+    assert set(found) == {20, 30, 40.5}
+    assert found[30].n == 2
+    assert found[30].mean == pytest.approx((0.30 + 0.29) / 2)
+    assert found[20].n == found[40.5].n == 1, "only one seed reaches there"
+
+
+def test_an_sae_without_a_score_is_left_out_of_it() -> None:
+    members = [member("msae", 40, 0, 40, 0.5), member("dense", 40, 0, 40, 0.6)._replace(scores={})]
+    assert differences(members, "msae") == []
+    assert [spread.method for spread in spreads(members)] == ["msae"]
+    assert curves([members[0]._replace(l0=None)], [40]) == []
+
+
+def test_the_interval_of_equal_values_is_a_point() -> None:
+    assert mean_interval([0.5, 0.5, 0.5]) == (0.5, 0.5, 0.5)
+    mean, low, high = mean_interval([0.0, 1.0])
+    assert low is not None
+    assert high is not None
+    assert (mean, high - mean) == pytest.approx((0.5, 12.706 * math.sqrt(0.5) / math.sqrt(2)), rel=1e-3)
