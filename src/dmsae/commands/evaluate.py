@@ -1,6 +1,5 @@
 """`dmsae evaluate`: what SAEs are worth, beside what worthless ones get."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
 from inspect import cleandoc
 from pathlib import Path
@@ -8,15 +7,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from dmsae.activations.store import Store
+from dmsae.commands.evaluate_compare import evaluate_compare
 from dmsae.commands.evaluate_planted import evaluate_planted
 from dmsae.commands.evaluate_saebench import evaluate_saebench
+from dmsae.commands.evaluate_stability import evaluate_stability
+from dmsae.commands.found import find_saes, store_of
 from dmsae.commands.output import number, out, plain_table
 from dmsae.commands.terminal import TERMINAL
 from dmsae.disk import layout
-from dmsae.distillation.inspection import FoundSAE, find_sae
-from dmsae.distillation.matching import open_store_of
-from dmsae.errors import ConfigError
 from dmsae.evaluation.evaluate import EvaluateConfig, Evaluation, evaluate, load_model
 from dmsae.evaluation.measures import MEASURES
 from dmsae.evaluation.nulls import NullConfig, NullKind
@@ -81,35 +79,6 @@ def _first_line(function: Any) -> str:
     return cleandoc(function.__doc__).splitlines()[0]
 
 
-def find_saes(places: Sequence[Path]) -> dict[str, FoundSAE]:
-    """Return the SAEs in some directories under names that tell them apart."""
-    if not places:
-        raise ConfigError("No SAEs were given. Name the directories of those to evaluate.")
-    found = [find_sae(place) for place in places]
-    names = [_name(one.directory) for one in found]
-    if len(set(names)) < len(names):
-        names = [str(place) for place in places]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{twice[0]} was given more than once. Name every SAE once.")
-    return dict(zip(names, found, strict=True))
-
-
-def _name(directory: Path) -> str:
-    """Return what an SAE is called: its folder, or that of its training when it is just called `sae`."""
-    directory = directory.resolve()
-    return directory.parent.name if directory.name == layout.SAE else directory.name
-
-
-def store_of(found: dict[str, FoundSAE], key: str, root: Path | None) -> Store:
-    """Return the store to evaluate on: the one named, or the one that all SAEs that name one were trained on."""
-    named = {one.made_from.get("store") or one.made_from.get("heldout_store") or "" for one in found.values()} - {""}
-    if not key and len(named) != 1:
-        what = f"The SAEs name {len(named)} stores ({', '.join(sorted(named))})" if named else "No SAE names a store"
-        raise ConfigError(f"{what}. Give the one to evaluate on with --store; 'dmsae store list' shows those here.")
-    first = next(iter(found.values()))
-    return open_store_of(first.directory, key or named.pop(), root)
-
-
 def print_scores(evaluation: Evaluation) -> None:
     """Print a line for each score of each SAE."""
     kinds = list(dict.fromkeys(kind for row in evaluation.rows() for kind in row.nulls))
@@ -126,5 +95,10 @@ def print_scores(evaluation: Evaluation) -> None:
         out.print(f"{name} has not run. {reason}")
 
 
-COMMANDS: dict[str, Any] = {"saebench": evaluate_saebench, "planted": evaluate_planted}
+COMMANDS: dict[str, Any] = {
+    "compare": evaluate_compare,
+    "stability": evaluate_stability,
+    "saebench": evaluate_saebench,
+    "planted": evaluate_planted,
+}
 """`dmsae evaluate <verb>`: what is no measure of single SAEs."""

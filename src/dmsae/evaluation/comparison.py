@@ -1,9 +1,9 @@
 """Many SAEs and seeds in one table: spread, paired differences with intervals, and curves against measured L0.
 
-An SAE's seed is the number after `seed` or `s` in its name, or in that of its evaluation's directory; `k` likewise. What
-is left of the name is its method: `msae-k40-s1` is seed 1 of the method `msae` at k = 40. Differences are taken seed by
-seed, so what seeds have in common cancels, and with the baseline either at the same k or at the same *measured* L0, on
-the line through the baseline's neighbouring points. Nothing is extrapolated.
+An SAE's seed is the number after `seed` or `s` in its name, or in that of its evaluation's directory; `k` likewise.
+What is left of the name is its method: `msae-k40-s1` is seed 1 of the method `msae` at k = 40. Differences are taken
+seed by seed, so what seeds have in common cancels, and with the baseline either at the same k or at the same *measured*
+L0, on the line through the baseline's neighbouring points. Nothing is extrapolated.
 """
 
 import math
@@ -79,17 +79,25 @@ class CurvePoint(NamedTuple):
     sd: float | None
 
 
-def members_of(evaluations: Mapping[str, Evaluation]) -> list[Member]:
-    """Return the SAEs of several evaluations, given by the names of their directories; nulls are left out."""
+def members_of(evaluations: Mapping[str, Evaluation], scores: Sequence[str] = ()) -> list[Member]:
+    """Return the SAEs of several evaluations, given by the names of their directories; nulls are left out.
+
+    With `scores` given, only these are kept.
+    """
     if len(stores := sorted({one.store for one in evaluations.values()})) != 1:
         raise ConfigError(
             f"The evaluations are of {len(stores)} stores ({', '.join(stores)}): their scores cannot be compared. "
             "Evaluate all SAEs on one, with --store."
         )
+    members = [_member(place, sae, one) for place, one in evaluations.items() for sae in one.saes()]
+    known = _scores(members)
+    for score in scores:
+        if score not in known:
+            raise ConfigError(f"No evaluation holds the score {score!r}. {nearest(score, known)}")
+    kept = scores or known
     return [
-        _member(directory, sae, evaluation)
-        for directory, evaluation in evaluations.items()
-        for sae in evaluation.saes()
+        member._replace(scores={score: member.scores[score] for score in kept if score in member.scores})
+        for member in members
     ]
 
 
@@ -100,9 +108,9 @@ def _member(directory: str, sae: str, evaluation: Evaluation) -> Member:
         for measure, figure in _L0
         if measure in evaluation.measures
     )
-    method = _K.sub("", _SEED.sub("", sae)).strip("-_/. ") or sae
+    method = re.sub(r"([-_/. ])[-_/. ]+", r"\1", _K.sub("", _SEED.sub("", sae))).strip("-_/. ")
     return Member(
-        re.sub(r"([-_/. ])[-_/. ]+", r"\1", method),
+        method or sae,
         _number(_K, sae, directory),
         _number(_SEED, sae, directory),
         next((l0 for l0 in l0s if l0 is not None), None),

@@ -1,0 +1,143 @@
+"""`dmsae evaluate stability`: what SAEs, or cores, that were trained apart have in common."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from dmsae.commands.output import number, plain_table
+from dmsae.commands.output import out as printed
+from dmsae.commands.terminal import TERMINAL
+from dmsae.disk import layout
+
+if TYPE_CHECKING:  # `--help` does not wait for torch
+    from dmsae.evaluation.core_stability import CorePairStability
+    from dmsae.evaluation.stability import GroupStability, PairStability, StabilityConfig
+
+
+def evaluate_stability(
+    places: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    cores: bool = False,
+    out: Path = Path("stability"),
+    min_cosine: float = 0.7,
+    seed: int = 0,
+    store: str = "",
+    root: Path | None = None,
+) -> None:
+    """Compare latents of SAEs that were trained apart, such as seeds: matched one to one, beside random directions.
+
+    Core and other latents are compared separately. PW-MCC is the mean cosine of matched rows; shared are latents with
+    one partner by encoder and by decoder; Jaccard and correlation say whether partners fire on the same held-out
+    tokens. Frequent latents are shared more, so figures are also given as means over bins of firing rate. Everything,
+    each bin too, is in stability.json.
+
+    Args:
+        places: Directories of two or more SAEs of one model and hook; with --cores of distillations or cores.
+        cores: Compare cores by their encoder rows and, within one run, by their lineage.
+        out: Directory for stability.json.
+        min_cosine: Shared latents are above this cosine by encoder and by decoder.
+        seed: Decides the random directions of the nulls.
+        store: Key of the store whose held-out activations are used. Default: the one that all of them name.
+        root: Directory of stores.
+    """
+    from dmsae.disk.files import write_json
+    from dmsae.evaluation.evaluate import as_json
+    from dmsae.evaluation.stability import StabilityConfig
+
+    config = StabilityConfig(min_cosine=min_cosine, seed=seed)
+    compare = _compare_cores if cores else _compare_saes
+    key, pairs = compare(places, config, store, root)
+    settings = {"min_cosine": min_cosine, "bins_per_decade": config.bins_per_decade, "seed": seed}
+    kind = "cores" if cores else "saes"
+    write_json(out / layout.STABILITY, {"kind": kind, "store": key, "settings": settings, "pairs": as_json(pairs)})
+    printed.print(f"Everything is in {out / layout.STABILITY}.")
+
+
+def _compare_saes(
+    places: Sequence[Path], config: "StabilityConfig", store: str, root: Path | None
+) -> "tuple[str, Sequence[PairStability]]":
+    from dmsae.commands.found import find_saes, store_of
+    from dmsae.evaluation.stability import stability
+
+    found = find_saes(places)
+    held_in = store_of(found, store, root)
+    saes = {name: one.sae for name, one in found.items()}
+    pairs = stability(saes, held_in, config, layout.evaluation_cache(), TERMINAL)
+    _print_saes(pairs)
+    return held_in.key, pairs
+
+
+def _compare_cores(
+    places: Sequence[Path], config: "StabilityConfig", store: str, root: Path | None
+) -> "tuple[str, Sequence[CorePairStability]]":
+    from dmsae.cores.core import Core
+    from dmsae.distillation.matching import open_store_of
+    from dmsae.errors import ConfigError
+    from dmsae.evaluation.core_stability import core_stability
+
+    cores = {str(place): Core.load(place) for place in places}
+    named = {core.provenance.store for core in cores.values()}
+    if not store and len(named) != 1:
+        raise ConfigError(f"The cores name {len(named)} stores ({', '.join(sorted(named))}). Give one with --store.")
+    held_in = open_store_of(places[0], store or named.pop(), root)
+    pairs = core_stability(cores, held_in, config, layout.evaluation_cache(), TERMINAL)
+    _print_cores(pairs)
+    return held_in.key, pairs
+
+
+_FIGURES = (
+    "decoder", "encoder", "null", "part", "shared", "Jaccard", "by chance", "correlation", "bins: decoder", "shared",
+    "Jaccard",
+)  # fmt: skip
+
+
+def _print_saes(pairs: "Sequence[PairStability]") -> None:
+    """Print a line for each group of latents of each pair, and their means over pairs."""
+    table = plain_table("first", "second", "latents", "matched", *_FIGURES)
+    for name in ("core", "noncore"):
+        groups = [(pair, group) for pair in pairs if (group := getattr(pair, name)) is not None]
+        for pair, group in groups:
+            shown = "core, the same rows" if name == "core" and pair.same_core else name.replace("non", "non-")
+            table.add_row(pair.first, pair.second, shown, str(group.all.n), *map(number, _figures(group)))
+        if len(groups) > 1:
+            columns = zip(*(_figures(group) for _, group in groups), strict=True)
+            table.add_row("mean", "", name.replace("non", "non-"), "", *(number(_mean(column)) for column in columns))
+    printed.print(table)
+    printed.print("decoder, encoder: PW-MCC, signed. null: that of random directions with the activations' covariance.")
+    printed.print("part: of the way from null to 1, by decoder. bins: means over bins of firing rate.")
+    if len(pairs) > 1:
+        printed.print("Pairs share SAEs and depend on each other: their mean has no interval.")
+
+
+def _figures(group: "GroupStability") -> tuple[float | None, ...]:
+    from dmsae.evaluation.evaluate import part_of_the_way
+
+    null, means, bins = group.null_covariance.signed, group.all, group.over_bins
+    part = part_of_the_way(group.mcc.decoder_signed, null, 1.0)
+    firing = (means.jaccard, means.jaccard_chance, means.correlation)
+    return (
+        group.mcc.decoder_signed, group.mcc.encoder_signed, null, part, means.shared, *firing,
+        bins.decoder, bins.shared, bins.jaccard,
+    )  # fmt: skip
+
+
+def _print_cores(pairs: "Sequence[CorePairStability]") -> None:
+    """Print a line for each pair of cores."""
+    table = plain_table(
+        "first", "second", "latents", "and", "encoder", "absolute", "null", "shared", "identical", "kept by lineage"
+    )
+    for pair in pairs:
+        figures = (pair.encoder_signed, pair.encoder_absolute, pair.null_covariance.signed, pair.shared)
+        carried = str(pair.carried.kept) if pair.carried else "–"
+        sizes = (str(pair.n_first), str(pair.n_second))
+        table.add_row(pair.first, pair.second, *sizes, *map(number, figures), str(pair.n_identical), carried)
+    printed.print(table)
+    printed.print("encoder: PW-MCC, signed. null: that of random directions with the activations' covariance.")
+    printed.print("identical: rows the same to the bit. Only cores of one run have a lineage in common.")
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
