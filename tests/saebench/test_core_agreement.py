@@ -78,7 +78,7 @@ def core(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, saes: list[
     job = job_of("core", saes, tiny_model, 0, place, **settings)
     read, seen = ActivationsStore.get_batch_tokens, []
 
-    def noting(self: ActivationsStore, *args: Any, **kwargs: Any) -> Tensor:
+    def noting(self: ActivationsStore, *args: Any, **kwargs: Any) -> Any:
         seen.append(read(self, *args, **kwargs))
         return seen[-1]
 

@@ -46,9 +46,6 @@ class Listener:
     def say(self, event: Event) -> None:
         self.events.append(event)
 
-    def progress(self, text: str) -> None:
-        pass
-
     def last(self) -> Event:
         return self.events[-1]
 

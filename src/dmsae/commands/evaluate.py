@@ -11,6 +11,7 @@ from dmsae.commands.evaluate_compare import evaluate_compare
 from dmsae.commands.evaluate_planted import evaluate_planted
 from dmsae.commands.evaluate_saebench import evaluate_saebench
 from dmsae.commands.evaluate_stability import evaluate_stability
+from dmsae.commands.evaluate_synth import evaluate_synth
 from dmsae.commands.found import find_saes, store_of
 from dmsae.commands.output import number, out, plain_table
 from dmsae.commands.terminal import TERMINAL
@@ -99,6 +100,7 @@ COMMANDS: dict[str, Any] = {
     "compare": evaluate_compare,
     "stability": evaluate_stability,
     "saebench": evaluate_saebench,
+    "synth": evaluate_synth,
     "planted": evaluate_planted,
 }
 """`dmsae evaluate <verb>`: what is no measure of single SAEs."""

@@ -39,12 +39,11 @@ class Events:
         except BrokenPipeError:
             os._exit(1)
 
-    def progress(self, text: str) -> None:
-        """Say how far the work is if a bar was drawn, unless that was said a moment ago."""
-        bar = _BAR.search(text)
-        if bar and time.monotonic() - self._last > _SECONDS_BETWEEN_EVENTS:
+    def now_and_then(self, text: str) -> None:
+        """Say how far the work is, unless that was said a moment ago."""
+        if time.monotonic() - self._last > _SECONDS_BETWEEN_EVENTS:
             self._last = time.monotonic()
-            self.say(Event("progress", text=" ".join(part for part in bar.groups() if part)))
+            self.say(Event("progress", text=text))
 
 
 class Tee:
@@ -55,7 +54,8 @@ class Tee:
 
     def write(self, text: str) -> int:
         """Write, and pass on how far the last bar is."""
-        self._events.progress(text)
+        if bar := _BAR.search(text):
+            self._events.now_and_then(" ".join(part for part in bar.groups() if part))
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -64,7 +64,7 @@ class Tee:
 
 def main(arguments: list[str]) -> int:
     """Run the job in a file, and return the exit status."""
-    events = _take_standard_output()
+    events = take_standard_output()
     try:
         Worker(Job.read(Path(arguments[0])), events).run()
     except DmsaeError as error:
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _take_standard_output() -> Events:
+def take_standard_output() -> Events:
     """Keep standard output for events, and send everything else that is printed to standard error."""
     events = Events(os.fdopen(os.dup(1), "w", encoding="utf8"))
     os.dup2(2, 1)
