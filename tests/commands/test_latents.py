@@ -132,7 +132,7 @@ def facts(rate: float, text: str) -> LatentFacts:
 def test_token_text_never_acts_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     latents._print_latent("latent 7", facts(0.1, "\x1b[2J[bold]\n\t:smile:\x07"))
     printed = capsys.readouterr().out
-    text = r"\x1b[2J[bold]⏎\t:smile:\x07"
+    text = "⟨1B⟩[2J[bold]⏎⇥:smile:⟨7⟩"
     assert printed.splitlines() == [
         "",
         "latent 7; fires on 10.0 % of tokens, mean 2.0",
