@@ -3,6 +3,8 @@
 import errno
 import fcntl
 import os
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -176,3 +178,16 @@ def test_names_that_are_not_utf8_are_written_and_read_back(tmp_path: Path) -> No
 def test_the_home_of_nobody_is_an_error() -> None:
     with pytest.raises(ConfigError, match="there is no such user"):
         user_path("~nobody-of-that-name/model")
+
+
+def test_a_lock_on_a_full_disk_is_named(tmp_path: Path) -> None:
+    """A limit on file sizes stands in for a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(DiskSpaceError, match=r"filled up while .*\.lock"), exclusive_lock(tmp_path / ".lock", "It"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)

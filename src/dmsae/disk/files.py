@@ -50,7 +50,7 @@ def read_json_value(path: Path) -> Any:
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > _JSON_BYTES:
             raise ValueError(f"it has {human_bytes(size)}; at most {human_bytes(_JSON_BYTES)} are read as JSON")
-        text = file.read(_JSON_BYTES).decode("utf8")
+        text = file.read(size).decode("utf8")
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -150,15 +150,13 @@ def canonical_hash(value: Any) -> str:
 def exclusive_lock(path: Path, what: str) -> Iterator[None]:
     """Hold a lock that ends with the process, however it ends; raise `BusyError` when another process has it."""
     with _locked(path, what) as file:
-        with _full_disk_named(path, _LOCK_BYTES):
-            file.seek(0)
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+        with _full_disk_named(path, _LOCK_BYTES):  # without a buffer, which would be written once more when it closes
+            os.ftruncate(file.fileno(), 0)
+            os.pwrite(file.fileno(), str(os.getpid()).encode(), 0)
         try:
             yield
         finally:
-            file.truncate(0)
+            os.ftruncate(file.fileno(), 0)
 
 
 def _locked(path: Path, what: str) -> IO[str]:

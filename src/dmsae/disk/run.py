@@ -140,7 +140,8 @@ def _require_run_or_empty(directory: Path) -> None:
         raise ConfigError(f"{directory} is a file; give a directory for the results.")
     if not (directory / layout.SETTINGS).is_file() and (others := _others(directory)):
         raise ConfigError(
-            f"{directory} is not empty and holds no run (there is {others[0]}). Give a new or empty directory."
+            f"{directory} is not empty and holds no run (there is {others[0]}): {layout.SETTINGS} is missing. Restore "
+            "it, or give a new or empty directory."
         )
 
 

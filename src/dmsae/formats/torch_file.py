@@ -85,7 +85,7 @@ def _records(archive: zipfile.ZipFile, size_bytes: int) -> dict[str, zipfile.Zip
     return {info.filename: info for info in infos}
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]  # in C, a memo of any claimed size is allocated
+class _Unpickler(pickle._Unpickler):  # the one in C would allocate a memo of any size that is claimed
     """Makes tensors that lie inside the records of the archive, and plain values."""
 
     def __init__(self, file: Any, read_record: Callable[[str], bytes]) -> None:

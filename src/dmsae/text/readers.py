@@ -186,8 +186,10 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
 
     with _bytes(path) as source:
         if is_compressed(path):  # Parquet is read from its end, so a compressed file is decompressed whole.
-            data = source.read(_PARQUET_BYTES + 1)
-            _require_size(path, len(data), "the file, decompressed,")
+            data = bytearray()
+            while chunk := source.read(1 << 20):
+                data += chunk
+                _require_size(path, len(data), "the file, decompressed,")
             source = pa.BufferReader(data)
         table = pq.ParquetFile(source)
         columns = table.schema_arrow.names
