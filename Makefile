@@ -5,6 +5,7 @@ READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 SAEBENCH ?= .venv-saebench
 DEMO   := runs/demo
+MINUTES ?= 60
 
 .DEFAULT_GOAL := help
 .PHONY: help setup assets demo test browser check results bench bench-peers saebench-env test-saebench clean
@@ -54,6 +55,9 @@ browser:
 
 results: $(READY)  ## the results page and its figures, from the JSON in docs/results
 	$(BIN)/python -m dmsae.report.results_page docs
+
+attack: $(READY)  ## kills, damage, hostile files, full disks and races for an hour (MINUTES=60), counted
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=tests $(BIN)/python tests/attack/run.py --minutes $(MINUTES)
 
 bench: assets  ## measured ratios: tables, and one JSON line each
 	$(BIN)/python benchmarks/startup.py
