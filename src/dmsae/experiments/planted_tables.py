@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from dmsae.evaluation.recovery import CoreRecovery, Ranking, Recovery
+from dmsae.evaluation.recovery import CoreRecovery, Recovery
 from dmsae.experiments.planted_benchmark import PlantedResult, ScoredCore, ScoredSAE
 from dmsae.experiments.results import Spread
 from dmsae.experiments.tables import TextTable, text
@@ -33,46 +33,44 @@ def _grouped(rows: Sequence[_T], name: Callable[[_T], str]) -> dict[str, list[_T
 
 
 def _spread(values: Sequence[float | None], digits: int = 2) -> str:
-    return text(Spread.of(values), digits)
+    """Return mean ± standard deviation; with the number of seeds when not all of them have the figure."""
+    spread = Spread.of(values)
+    return text(spread, digits) + (f" ({spread.n} of {len(values)})" if spread and spread.n < len(values) else "")
+
+
+def _mean(values: Sequence[float | None], digits: int = 2) -> str:
+    spread = Spread.of(values)
+    return text(spread and spread._replace(sd=None), digits)
+
+
+def _beside(values: Sequence[float | None], nulls: Sequence[float | None]) -> str:
+    """Return a figure with that of its null in brackets."""
+    return f"{_spread(values)} ({_mean(nulls)})"
 
 
 def _recovery(title: str, groups: dict[str, list[ScoredSAE]]) -> TextTable:
     rows = []
     for name, saes in groups.items():
-        figures = [
-            f"{_spread([getattr(one.recovery, figure) for one in saes])} "
-            f"({_spread([getattr(one.untrained, figure) for one in saes])})"
-            for figure in Recovery._fields
-        ]
-        l0, fve, n_core = _spread([one.l0 for one in saes], 1), _spread([one.fve for one in saes]), _sizes(saes)
-        rows.append([name, n_core, l0, fve, *figures])
+        found, nulls = [one.recovery for one in saes], [one.untrained for one in saes]
+        figures = [_beside(*([getattr(one, f) for one in some] for some in (found, nulls))) for f in Recovery._fields]
+        sizes, l0 = _spread([one.n_core for one in saes], 0), _spread([one.l0 for one in saes], 1)
+        rows.append([name, sizes, l0, _spread([one.fve for one in saes]), *figures])
     return TextTable(title, ["SAE", "core", "L0", "FVE", *(one.replace("_", " ") for one in Recovery._fields)], rows)
-
-
-def _sizes(saes: Sequence[ScoredSAE]) -> str:
-    return _spread([one.n_core for one in saes], 0)
 
 
 def _rankings(title: str, groups: dict[str, list[ScoredSAE]]) -> TextTable:
     scores = list(next(iter(groups.values()))[0].attribution)
-    nulls = ("auc_random", "auc_random_high")
-    precisions = ("precision", "precision_random")
-
-    def column(saes: list[ScoredSAE], score: str, figure: str) -> str:
-        return _spread([getattr(one.attribution[score], figure) for one in saes])
-
     rows = []
     for name, saes in groups.items():
-        aucs = [column(saes, score, "auc") for score in scores]
-        beside = [column(saes, "all", figure) for figure in (*nulls, *precisions)]
+        over_all = [one.attribution["all"] for one in saes]
+        counts = [_mean([getattr(one, figure) for one in over_all], 1) for figure in ("n_read", "n_unread")]
+        aucs = [_spread([one.attribution[score].auc for one in saes]) for score in scores]
+        random = f"{_mean([one.auc_random for one in over_all])} ({_mean([one.auc_random_high for one in over_all])})"
         untrained = _spread([one.attribution_untrained["all"].auc for one in saes])
-        rows.append([name, _spread([_n_latents(one.attribution["all"]) for one in saes], 0), *aucs, *beside, untrained])
-    header = ["SAE", "latents", *scores, "random", "97.5 % of random", "precision of all", "random", "untrained, all"]
-    return TextTable(title, header, rows)
-
-
-def _n_latents(ranking: Ranking) -> int:
-    return ranking.n_read + ranking.n_unread
+        precision = _beside([one.precision for one in over_all], [one.precision_random for one in over_all])
+        rows.append([name, *counts, *aucs, random, untrained, precision])
+    names = ("random (97.5 %)", "all, untrained", "precision of all (random)")
+    return TextTable(title, ["SAE", "read", "unread", *scores, *names], rows)
 
 
 def _cores(title: str, groups: dict[str, list[ScoredCore]]) -> TextTable:
