@@ -10,34 +10,28 @@ from torch import Tensor
 from dictionaries import random_sae
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Store, StoreWriter
-from dmsae.cores.core import Core
 from dmsae.disk.layout import shard_file
 from dmsae.errors import ConfigError
+from dmsae.evaluation.assignment import match_rows
 from dmsae.evaluation.core_stability import core_stability
-from dmsae.evaluation.mcc_null import MccNulls
+from dmsae.evaluation.mcc_null import IsotropicNulls, own_covariance_null
 from dmsae.evaluation.stability import Means, PairStability, StabilityConfig, mean_of_means, stability
 from dmsae.sae.config import DenseCore, DetectorCore, SAEConfig
 from dmsae.sae.detectors import Detectors
 from dmsae.sae.sae import SAE
 from planted import REQUEST
-from three_cycles import D_MODEL as CYCLES_D_MODEL
 from three_cycles import PROVENANCE, three_cycles
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 D_MODEL, WIDTH, N_CORE = 12, 60, 10
 
 
-def make_store(path: Path, d_model: int = D_MODEL) -> Store:
-    writer = StoreWriter(path, REQUEST)
-    for index, split in enumerate((Split.TRAIN, Split.HELDOUT)):
-        x = torch.randn(2000, d_model, generator=torch.Generator().manual_seed(index)) * torch.linspace(3, 0.1, d_model)
-        writer.add(shard_file(split, 0), {"x": x}, {})
-    return writer.finish(d_model)
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return make_store(tmp_path_factory.mktemp("stability") / "store")
+    writer = StoreWriter(tmp_path_factory.mktemp("stability") / "store", REQUEST)
+    x = torch.randn(2000, D_MODEL, generator=torch.Generator().manual_seed(0)) * torch.linspace(3, 0.1, D_MODEL)
+    writer.add(shard_file(Split.HELDOUT, 0), {"x": x}, {})
+    return writer.finish(D_MODEL)
 
 
 def permuted(sae: SAE, n_core: int, seed: int = 0) -> SAE:
@@ -87,7 +81,7 @@ def test_strangers_are_as_alike_as_random_directions(store: Store) -> None:
     assert pair.core is None
     assert pair.noncore.mcc.decoder_signed == pytest.approx(null.signed, abs=0.015)
     assert pair.noncore.mcc.encoder_absolute == pytest.approx(null.absolute, abs=0.015)
-    assert pair.noncore.null_covariance.signed > null.signed + 0.05, "uneven activations make a stronger null"
+    assert pair.noncore.null_decoder == pytest.approx(null.signed, abs=0.03)
 
 
 def test_the_core_and_the_others_are_told_apart(store: Store) -> None:
@@ -179,11 +173,27 @@ def test_detectors_can_be_compared(store: Store) -> None:
     assert (core.all.jaccard, core.all.correlation) == pytest.approx((1, 1)), "detectors fire the same in every SAE"
 
 
-def test_the_null_is_simulated_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = MccNulls(store, 0, tmp_path).covariance(30, 40)
-    assert MccNulls(store, 1, tmp_path).covariance(30, 40) != first
+def test_rows_that_crowd_together_have_a_stronger_null() -> None:
+    made = torch.Generator().manual_seed(0)
+    even, uneven = torch.randn(2, 300, 20, generator=made), torch.randn(2, 300, 20, generator=made)
+    uneven *= torch.logspace(0, -2, 20)
+    isotropic = IsotropicNulls().of(300, 300, 20).signed
+    nulls = []
+    for first, second in (even, uneven):
+        found = float(match_rows(first, second).cosines_K.mean())
+        nulls.append(own_covariance_null(first, second, seed=0))
+        assert nulls[-1] == pytest.approx(found, abs=0.03)
+    assert nulls[0] == pytest.approx(isotropic, abs=0.03)
+    assert nulls[1] is not None
+    assert nulls[1] > isotropic + 0.1
+    assert own_covariance_null(torch.ones(3, 20), even[0], seed=0) is None
+
+
+def test_the_null_is_simulated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = IsotropicNulls(0, tmp_path).of(30, 40, 8)
+    assert IsotropicNulls(1, tmp_path).of(30, 40, 8) != first
     monkeypatch.setattr("dmsae.evaluation.mcc_null.match_rows", lambda *_: pytest.fail("simulated again"))
-    assert MccNulls(store, 0, tmp_path).covariance(30, 40) == first
+    assert IsotropicNulls(0, tmp_path).of(30, 40, 8) == first
 
 
 def test_a_mean_over_nothing_has_no_value() -> None:
@@ -192,21 +202,17 @@ def test_a_mean_over_nothing_has_no_value() -> None:
     assert mean_of_means([]).decoder is None
 
 
-def test_cores_are_compared_by_encoder_rows_and_lineage(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "store", CYCLES_D_MODEL)
+def test_cores_are_compared_by_encoder_rows_and_lineage() -> None:
     cores = three_cycles().cores
-    mine = {str(core.cycle): _of(core, store) for core in cores}
-    pairs = {(pair.first, pair.second): pair for pair in core_stability(mine, store, StabilityConfig())}
+    mine = {str(core.cycle): core for core in cores}
+    pairs = {(pair.first, pair.second): pair for pair in core_stability(mine, StabilityConfig())}
     assert len(pairs) == 3
     kept = pairs["0", "1"]
     assert kept.carried is not None
     assert (kept.carried.kept, kept.carried.new, kept.carried.dropped) == (1, 1, 1)
     assert kept.n_identical == 1
     assert kept.shared >= 0.5
-    again = core_stability({"a": mine["0"], "b": mine["0"]}, store, StabilityConfig())[0]
+    again = core_stability({"a": mine["0"], "b": mine["0"]}, StabilityConfig())[0]
     assert (again.encoder_signed, again.shared, again.n_identical) == pytest.approx((1, 1, len(cores[0])))
-
-
-def _of(core: Core, store: Store) -> Core:
-    """Return a core as if it were of a store's model."""
-    return replace(core, provenance=replace(PROVENANCE, model=store.model))
+    stranger = replace(cores[1], provenance=replace(PROVENANCE, config={"seed": 1}))
+    assert core_stability({"a": cores[0], "b": stranger}, StabilityConfig())[0].carried is None

@@ -39,25 +39,24 @@ def evaluate_stability(
         out: Directory for stability.json.
         min_cosine: Shared latents are above this cosine by encoder and by decoder.
         seed: Decides the random directions of the nulls.
-        store: Key of the store whose held-out activations are used. Default: the one that all of them name.
+        store: Key of the store on whose held-out activations SAEs fire. Default: the one that all of them name.
         root: Directory of stores.
     """
+    from dmsae.config import to_dict
     from dmsae.disk.files import write_json
     from dmsae.evaluation.evaluate import as_json
     from dmsae.evaluation.stability import StabilityConfig
 
     config = StabilityConfig(min_cosine=min_cosine, seed=seed)
-    compare = _compare_cores if cores else _compare_saes
-    key, pairs = compare(places, config, store, root)
-    settings = {"min_cosine": min_cosine, "bins_per_decade": config.bins_per_decade, "seed": seed}
+    pairs = _compare_cores(places, config) if cores else _compare_saes(places, config, store, root)
     kind = "cores" if cores else "saes"
-    write_json(out / layout.STABILITY, {"kind": kind, "store": key, "settings": settings, "pairs": as_json(pairs)})
+    write_json(out / layout.STABILITY, {"kind": kind, "settings": to_dict(config), "pairs": as_json(pairs)})
     printed.print(f"Everything is in {out / layout.STABILITY}.")
 
 
 def _compare_saes(
     places: Sequence[Path], config: "StabilityConfig", store: str, root: Path | None
-) -> "tuple[str, Sequence[PairStability]]":
+) -> "Sequence[PairStability]":
     from dmsae.commands.found import find_saes, store_of
     from dmsae.evaluation.stability import stability
 
@@ -66,25 +65,17 @@ def _compare_saes(
     saes = {name: one.sae for name, one in found.items()}
     pairs = stability(saes, held_in, config, layout.evaluation_cache(), TERMINAL)
     _print_saes(pairs)
-    return held_in.key, pairs
+    return pairs
 
 
-def _compare_cores(
-    places: Sequence[Path], config: "StabilityConfig", store: str, root: Path | None
-) -> "tuple[str, Sequence[CorePairStability]]":
+def _compare_cores(places: Sequence[Path], config: "StabilityConfig") -> "Sequence[CorePairStability]":
     from dmsae.cores.core import Core
-    from dmsae.distillation.matching import open_store_of
-    from dmsae.errors import ConfigError
     from dmsae.evaluation.core_stability import core_stability
 
     cores = {str(place): Core.load(place) for place in places}
-    named = {core.provenance.store for core in cores.values()}
-    if not store and len(named) != 1:
-        raise ConfigError(f"The cores name {len(named)} stores ({', '.join(sorted(named))}). Give one with --store.")
-    held_in = open_store_of(places[0], store or named.pop(), root)
-    pairs = core_stability(cores, held_in, config, layout.evaluation_cache(), TERMINAL)
+    pairs = core_stability(cores, config, layout.evaluation_cache(), TERMINAL)
     _print_cores(pairs)
-    return held_in.key, pairs
+    return pairs
 
 
 _FIGURES = (
@@ -105,7 +96,7 @@ def _print_saes(pairs: "Sequence[PairStability]") -> None:
             columns = zip(*(_figures(group) for _, group in groups), strict=True)
             table.add_row("mean", "", name.replace("non", "non-"), "", *(number(_mean(column)) for column in columns))
     printed.print(table)
-    printed.print("decoder, encoder: PW-MCC, signed. null: that of random directions with the activations' covariance.")
+    printed.print("decoder, encoder: PW-MCC, signed. null: by decoder, of random directions with the rows' covariance.")
     printed.print("part: of the way from null to 1, by decoder. bins: means over bins of firing rate.")
     if len(pairs) > 1:
         printed.print("Pairs share SAEs and depend on each other: their mean has no interval.")
@@ -114,7 +105,7 @@ def _print_saes(pairs: "Sequence[PairStability]") -> None:
 def _figures(group: "GroupStability") -> tuple[float | None, ...]:
     from dmsae.evaluation.evaluate import part_of_the_way
 
-    null, means, bins = group.null_covariance.signed, group.all, group.over_bins
+    null, means, bins = group.null_decoder, group.all, group.over_bins
     part = part_of_the_way(group.mcc.decoder_signed, null, 1.0)
     firing = (means.jaccard, means.jaccard_chance, means.correlation)
     return (
@@ -129,12 +120,12 @@ def _print_cores(pairs: "Sequence[CorePairStability]") -> None:
         "first", "second", "latents", "and", "encoder", "absolute", "null", "shared", "identical", "kept by lineage"
     )
     for pair in pairs:
-        figures = (pair.encoder_signed, pair.encoder_absolute, pair.null_covariance.signed, pair.shared)
+        figures = (pair.encoder_signed, pair.encoder_absolute, pair.null_encoder, pair.shared)
         carried = str(pair.carried.kept) if pair.carried else "–"
         sizes = (str(pair.n_first), str(pair.n_second))
         table.add_row(pair.first, pair.second, *sizes, *map(number, figures), str(pair.n_identical), carried)
     printed.print(table)
-    printed.print("encoder: PW-MCC, signed. null: that of random directions with the activations' covariance.")
+    printed.print("encoder: PW-MCC, signed. null: that of random directions with the covariance of the rows.")
     printed.print("identical: rows the same to the bit. Only cores of one run have a lineage in common.")
 
 

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from dmsae.activations.store import Store
 from dmsae.config import require
 from dmsae.cores.compare import CarryOver, carry_over, n_identical_rows, require_comparable
 from dmsae.cores.core import Core
 from dmsae.evaluation.assignment import match_rows
-from dmsae.evaluation.mcc_null import MccNulls, NullMcc
+from dmsae.evaluation.mcc_null import IsotropicNulls, NullMcc, own_covariance_null
 from dmsae.evaluation.stability import StabilityConfig
 from dmsae.progress import SILENT, Progress
 
@@ -28,7 +27,9 @@ class CorePairStability(NamedTuple):
     """PW-MCC: the mean cosine of rows matched one to one."""
     encoder_absolute: float
     null_isotropic: NullMcc
-    null_covariance: NullMcc
+    """Directions drawn evenly."""
+    null_encoder: float | None
+    """Directions drawn with the covariance of the rows, signed."""
     shared: float
     """Share of the smaller core whose partner is above the bound."""
     n_identical: int
@@ -40,17 +41,15 @@ class CorePairStability(NamedTuple):
 @torch.no_grad()
 def core_stability(
     cores: Mapping[str, Core],
-    store: Store,
     config: StabilityConfig,
     cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> list[CorePairStability]:
-    """Return how alike each two of several cores are; `store` gives the activations whose covariance the null has."""
+    """Return how alike each two of several cores, by name, are."""
     require(len(cores) >= 2, "cores", list(cores), "be at least two cores")
     for name, core in cores.items():
         require(len(core) > 0, name, len(core), "be a core of at least one latent")
-        core.provenance.model.require_same(store.model, name, f"the store {store.key}")
-    nulls = MccNulls(store, config.seed, cache)
+    nulls = IsotropicNulls(config.seed, cache)
     pairs = list(combinations(cores, 2))
     results = []
     with progress.bar("stability", len(pairs), "pairs") as bar:
@@ -61,7 +60,7 @@ def core_stability(
 
 
 def _pair(
-    first: str, one: Core, second: str, other: Core, config: StabilityConfig, nulls: MccNulls
+    first: str, one: Core, second: str, other: Core, config: StabilityConfig, nulls: IsotropicNulls
 ) -> CorePairStability:
     require_comparable(one, other)
     signed, absolute = (match_rows(one.encoder_CD, other.encoder_CD, by_size) for by_size in (False, True))
@@ -72,8 +71,8 @@ def _pair(
         len(other),
         encoder_signed=float(signed.cosines_K.nanmean()),
         encoder_absolute=float(absolute.cosines_K.abs().nanmean()),
-        null_isotropic=nulls.isotropic(len(one), len(other)),
-        null_covariance=nulls.covariance(len(one), len(other)),
+        null_isotropic=nulls.of(len(one), len(other), one.encoder_CD.shape[1]),
+        null_encoder=own_covariance_null(one.encoder_CD, other.encoder_CD, config.seed),
         shared=float((signed.cosines_K[signed.matched] > config.min_cosine).double().mean()),
         n_identical=n_identical_rows(one, other),
         carried=carry_over(other, one) if one.provenance == other.provenance else None,

@@ -20,14 +20,14 @@ from dmsae.activations.store import Store
 from dmsae.config import require, require_whole
 from dmsae.evaluation.activity import rate_edges
 from dmsae.evaluation.assignment import Matching, match_rows
-from dmsae.evaluation.mcc_null import MccNulls, NullMcc
+from dmsae.evaluation.mcc_null import IsotropicNulls, NullMcc, own_covariance_null
 from dmsae.evaluation.subject import Subject, require_heldout
 from dmsae.evaluation.survival import between
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.sae import SAE
 
-_STEPS = 5
-"""Matchings of a group of latents, and one comparison of their firing."""
+_STEPS = 6
+"""Four matchings of a group of latents, its nulls, and one comparison of firing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,10 @@ class GroupStability(NamedTuple):
     mcc: Mcc
     null_isotropic: NullMcc
     """Directions drawn evenly."""
-    null_covariance: NullMcc
-    """Directions drawn with the covariance of the activations: a stronger null."""
+    null_decoder: float | None
+    """Directions drawn with the covariance of the decoder rows, signed: what comes of filling the same space alone."""
+    null_encoder: float | None
+    """The same for encoder rows."""
     all: Means
     """Over all matched latents."""
     bins: list[RateBin]
@@ -123,7 +125,7 @@ def stability(
     """Return how stable latents are between each two of several SAEs, by name, on a store's held-out activations."""
     require(len(saes) >= 2, "saes", list(saes), "be at least two SAEs")
     require_heldout(store, [Subject(name, sae) for name, sae in saes.items()])
-    nulls = MccNulls(store, config.seed, cache)
+    nulls = IsotropicNulls(config.seed, cache)
     pairs = list(combinations(saes, 2))
     n_groups = sum(1 + _both_have_cores(saes[first], saes[second]) for first, second in pairs)
     results = []
@@ -184,7 +186,10 @@ class _Group:
     ) -> None:
         rows = list(zip(one.rows, other.rows, strict=True))
         self._n, self._edges = (len(rows[0][0]), len(rows[0][1])), rate_edges(config.bins_per_decade)
+        self._d_model = one.sae.config.d_model
         decoder, encoder, self._mcc = _matchings(rows, step)
+        self._nulls = [own_covariance_null(*both, config.seed) for both in rows]
+        step()
         if by_index:  # the core is the same one: a latent's partner is the latent in its place
             partners = torch.arange(self._n[0])
             cosines = [torch.cosine_similarity(a.double(), b.double()).cpu() for a, b in rows]
@@ -213,7 +218,7 @@ class _Group:
         """Bins of firing rate that some latent is in."""
         return set(self._bin[self._rates > 0].tolist())
 
-    def figures(self, nulls: MccNulls, bins: set[int]) -> GroupStability:
+    def figures(self, nulls: IsotropicNulls, bins: set[int]) -> GroupStability:
         """Return the figures; the mean over bins takes those named."""
         per_bin = {
             index: RateBin(
@@ -225,8 +230,9 @@ class _Group:
         return GroupStability(
             *self._n,
             mcc=self._mcc,
-            null_isotropic=nulls.isotropic(*self._n),
-            null_covariance=nulls.covariance(*self._n),
+            null_isotropic=nulls.of(*self._n, self._d_model),
+            null_decoder=self._nulls[0],
+            null_encoder=self._nulls[1],
             all=self._means(torch.ones(len(self._rates), dtype=torch.bool)),
             bins=list(per_bin.values()),
             n_silent=int((self._rates == 0).sum()),
