@@ -29,7 +29,7 @@ _FEATURES_PER_ROOT = 128
 
 @dataclass(frozen=True, slots=True)
 class SynthConfig:
-    """What is generated and trained. The defaults are a tenth of the published benchmark in every direction."""
+    """What is generated and trained. The defaults are a small version of the published benchmark, for two CPU cores."""
 
     n_features: int = 2048
     """Features of the synthetic model; published: 16,384."""
@@ -40,7 +40,7 @@ class SynthConfig:
     k: int | None = None
     """Active latents per sample, the core included. None: as many as there are active features among the `width` most
     frequent ones, which is 25 in the published benchmark."""
-    samples: int = 4_000_000
+    samples: int = 2_000_000
     """Samples that each SAE is trained on, all different; published: 200 million."""
     batch_size: int = 1024
     lr: float = 3e-4
