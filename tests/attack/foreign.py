@@ -8,6 +8,8 @@ import pickle
 import random
 import resource
 import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -48,20 +50,12 @@ def attack_foreign(n_files: int, scratch: Path, seed: int, tally: Tally) -> None
     scratch.mkdir(parents=True, exist_ok=True)
     report = scratch / "report.json"
     report.unlink(missing_ok=True)
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            os.chdir(scratch)
-            report.write_text(json.dumps(_read_hostile_files(n_files, scratch, random.Random(seed))))
-            code = 0
-        except BaseException:
-            report.write_text(json.dumps([["foreign files", Outcome.UNTYPED, traceback.format_exc(limit=-4)]]))
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
+    # A process of its own, not a fork: libraries with threads may not survive one.
+    command = [sys.executable, "-X", "faulthandler", "-m", "attack.foreign", str(n_files), str(scratch), str(seed)]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, cwd=scratch)
     if not report.exists():
-        tally.add("foreign files", Outcome.UNTYPED, f"the reader died: {status}")
+        tally.add("foreign files", Outcome.UNTYPED, f"the reader ended with {ended.returncode}: {ended.stderr[-2000:]}")
         return
     for kind, outcome, example in json.loads(report.read_text()):
         tally.add(kind, Outcome(outcome), example)
@@ -238,3 +232,14 @@ _KINDS: dict[str, Make] = {
     "recipe": _recipe,
     "text": _text,
 }
+
+
+def main() -> None:
+    """Read hostile files, and leave a report of what became of them."""
+    n_files, scratch, seed = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    report = _read_hostile_files(n_files, scratch, random.Random(seed))
+    (scratch / "report.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
