@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,71 +19,20 @@ from dmsae.evaluation.saebench.results import read_figures
 from dmsae.evaluation.saebench.runner import run_saebench
 from dmsae.evaluation.saebench.words import sample_words
 from dmsae.evaluation.saebench.worker import Events, Tee
+from fake_saebench import KEYS, fake_environment, write_plan
 
 MODEL = JobModel("owner/Tiny-Model", Path("/models/tiny"), "d" * 64, 3)
 SAES = (JobSAE("one", Path("/saes/one"), "1" * 64), JobSAE("two", Path("/saes/two"), "2" * 64))
-
-WORKER = """
-import json, os, sys, time
-from pathlib import Path
-from dmsae.evaluation.saebench.job import Event, Job
-job = Job.read(Path(sys.argv[-1]))
-assert sys.argv[1:4] == ["-P", "-m", "dmsae.evaluation.saebench.worker"], sys.argv
-plan = json.loads((job.out / "plan.json").read_text())
-with (job.out / "calls.txt").open("a") as calls:
-    calls.write(job.eval + "\\n")
-say = lambda *event: print(Event(*event).line(), end="", flush=True)
-say("ready", "", "SAEBench 0")
-print("something that the package prints", flush=True)
-for sae in job.saes:
-    what = plan.get(sae.name, "done")
-    if what == "die":
-        print("the last words", file=sys.stderr)
-        os._exit(9)
-    if what == "refuse":
-        say("refused", "", "Unknown setting core.foo.")
-        sys.exit(2)
-    if what in ("failed", "not run"):
-        say(what, sae.name, "It needs a judge.")
-        continue
-    result = {key: "" for key in plan["keys"]}
-    result |= {"eval_result_metrics": plan["metrics"], "sae_lens_release_id": sae.name}
-    for path, content in ((job.result(sae), result), (job.record(sae), {"key": job.key(sae), "figures": {"FVE": 0.5}})):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content))
-    say("done", sae.name, "", 2.5)
-"""
-KEYS = [
-    "eval_type_id",
-    "eval_config",
-    "eval_id",
-    "datetime_epoch_millis",
-    "eval_result_metrics",
-    "eval_result_details",
-    "sae_bench_commit_hash",
-    "sae_lens_id",
-    "sae_lens_release_id",
-    "sae_lens_version",
-    "sae_cfg_dict",
-]
-METRICS = {"sparsity": {"l0": 31.5}, "model_performance_preservation": {"ce_loss_score": 0.9}}
 
 
 class Bench:
     """A fake environment, and a directory for results."""
 
     def __init__(self, directory: Path) -> None:
-        self.environment, self.out, self.progress = directory / "env", directory / "results", Recorder()
-        self.out.mkdir()
-        (self.environment / "bin").mkdir(parents=True)
-        worker, python = directory / "worker.py", self.environment / "bin" / "python"
-        worker.write_text(WORKER)
-        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{worker}" "$@"\n')
-        python.chmod(0o755)
+        self.environment, self.out, self.progress = fake_environment(directory), directory / "results", Recorder()
 
     def run(self, *evals: str, plan: dict[str, Any] | None = None, **settings: Any) -> Any:
-        content = {"keys": KEYS, "metrics": METRICS} | (plan or {})
-        (self.out / "plan.json").write_text(json.dumps(content))
+        write_plan(self.out, plan)
         self.progress = Recorder()
         given: dict[str, Any] = {"environment": self.environment, "progress": self.progress} | settings
         return run_saebench(SAES, MODEL, self.out, evals or ("core",), **given)
@@ -203,7 +151,6 @@ def test_a_result_of_another_sae_is_refused(bench: Bench) -> None:
 
 def test_a_misleading_directory_is_pointed_out(bench: Bench, tmp_path: Path) -> None:
     bench.out = tmp_path / "scratch"
-    bench.out.mkdir()
     bench.run("core")
     assert "'scr'" in bench.progress.warnings[0]
 

@@ -1,0 +1,113 @@
+"""`dmsae evaluate saebench`: SAEs on disk become a job, and the results a table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dmsae import cli
+from dmsae.activations.base_model import ModelConfig, identify
+from dmsae.activations.harvest import harvest
+from dmsae.activations.store import Store
+from dmsae.config import to_dict
+from dmsae.sae.config import SAEConfig
+from dmsae.sae.sae import SAE
+from fake_saebench import fake_environment, write_plan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def store(tiny_config: Any) -> Store:
+    return harvest(tiny_config())
+
+
+def saved(directory: Path, made_from: dict[str, Any], seed: int = 0) -> Path:
+    """An SAE of width 32 in a directory."""
+    SAE.init(SAEConfig(16, 32, 4, (8, 32)), torch.Generator().manual_seed(seed)).save(directory, made_from)
+    return directory
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    environment, out = fake_environment(tmp_path), tmp_path / "results"
+
+    def run(*arguments: object, plan: dict[str, Any] | None = None) -> str:
+        write_plan(out, plan)
+        where = ["--env", str(environment), "--out", str(out)]
+        cli.main(["evaluate", "saebench", *map(str, arguments), *where])
+        return " ".join(capsys.readouterr().out.split())
+
+    return run
+
+
+def made_from(store: Store) -> dict[str, Any]:
+    return {"store": store.key, "model": to_dict(store.model)}
+
+
+def test_saes_are_named_after_their_folders_and_their_figures_shown(run: Any, store: Store, tmp_path: Path) -> None:
+    saes = [saved(tmp_path / "first" / "sae", made_from(store)), saved(tmp_path / "second", made_from(store), 1)]
+    shown = run(*saes, "--evals", "core", "--small")
+    assert "core first L0 31.500" in shown
+    assert "core second loss recovered 0.900" in shown
+    assert "not comparable with published figures" in shown
+    summary = json.loads((tmp_path / "results" / "summary.json").read_text())
+    assert summary["model"]["layer"] == 0
+    dataset = Path(summary["settings"]["core"]["dataset"])
+    assert (dataset / "heldout.jsonl").is_file()
+
+
+def test_what_has_not_run_is_listed(run: Any, store: Store, tmp_path: Path) -> None:
+    sae = saved(tmp_path / "one", made_from(store))
+    shown = run(sae, "--evals", "autointerp", "scr", plan={"one": "not run"})
+    assert "scr, one: not run. It needs a judge." in shown
+    assert "autointerp, one: not run. It needs a judge." in shown
+
+
+def test_a_settings_file_changes_single_settings(run: Any, store: Store, tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text("[core]\ncontext_size = 64\ndataset = 'my/data'\n")
+    run(saved(tmp_path / "one", made_from(store)), "--evals", "core", "--settings", tmp_path / "settings.toml")
+    settings = json.loads((tmp_path / "results" / "summary.json").read_text())["settings"]["core"]
+    assert (settings["context_size"], settings["dataset"], settings["eval_batch_size_prompts"]) == (64, "my/data", 16)
+
+
+def test_an_sae_that_names_no_model_needs_a_store(
+    run: Any, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sae = saved(tmp_path / "one", {})
+    with pytest.raises(SystemExit):
+        run(sae, "--evals", "meta_structure")
+    assert "Give a store of that model" in capsys.readouterr().err
+    write_plan(tmp_path / "results")
+    run(sae, "--evals", "meta_structure", "--store", store.key)
+
+
+def test_saes_of_different_models_are_refused(
+    run: Any, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {"model": to_dict(store.model) | {"hook": "model.layers.1"}}
+    with pytest.raises(SystemExit):
+        run(saved(tmp_path / "one", made_from(store)), saved(tmp_path / "two", other), "--evals", "meta_structure")
+    assert "Evaluate them separately" in capsys.readouterr().err
+
+
+def test_a_model_that_has_changed_is_refused(
+    run: Any, store: Store, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    identity = to_dict(identify(ModelConfig(str(tiny_model), hook=0))) | {"weights_sha256": "0" * 64}
+    with pytest.raises(SystemExit):
+        run(saved(tmp_path / "one", {"model": identity}), "--evals", "meta_structure")
+    assert "The models differ" in capsys.readouterr().err
+
+
+def test_without_its_environment_it_says_what_to_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DMSAE_SAEBENCH", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["evaluate", "saebench", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "make saebench-env" in capsys.readouterr().err
