@@ -217,8 +217,8 @@ class _Bench:
         missing = [one for one in candidates if not files[one.name].is_file()]
         for some in (missing[start : start + _AT_ONCE] for start in range(0, len(missing), _AT_ONCE)):
             given = {what: getattr(self, what) for what in measure.takes}
+            subjects = self._made(some)
             started = time.monotonic()
-            subjects = [one.subject for one in some]
             results = measure.function(subjects, **given, config=config, progress=self._progress)
             seconds = (time.monotonic() - started) / len(some)
             for one, result in zip(some, results, strict=True):
@@ -229,6 +229,13 @@ class _Bench:
             "seconds": sum(one["seconds"] for one in kept.values()),
             "results": {name: one["result"] for name, one in kept.items()},
         }
+
+    def _made(self, candidates: Sequence[_Candidate]) -> list[Subject]:
+        """Return the subjects, of which nulls may still have to be made."""
+        with self._progress.bar("nulls", len(candidates), "dictionaries") as bar:
+            for one in candidates:
+                bar.advance(1, one.subject.null_kind)
+        return [one.subject for one in candidates]
 
     def _file(self, name: str, measure: Measure, config: Any, candidate: _Candidate) -> Path:
         """Return where the result of a candidate is kept: its name is a hash of all that it depends on."""

@@ -1,0 +1,251 @@
+"""An evaluation measures what is missing, keeps what is finished, and holds every score against its nulls."""
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from conftest import Recorder
+from dictionaries import random_sae
+from dmsae.activations.base_model import BaseModel, ModelConfig
+from dmsae.activations.harvest import harvest
+from dmsae.activations.request import HarvestConfig
+from dmsae.activations.store import Store
+from dmsae.disk import layout
+from dmsae.errors import BusyError, CheckpointError, ConfigError, StoreError
+from dmsae.evaluation.evaluate import (
+    EvaluateConfig,
+    Evaluation,
+    as_json,
+    digest_of,
+    evaluate,
+    load_model,
+    look_up,
+    part_of_the_way,
+)
+from dmsae.evaluation.measures import MEASURES, Measure, Score
+from dmsae.evaluation.nulls import NullConfig, NullKind
+from dmsae.evaluation.redundancy import RedundancyConfig
+from dmsae.evaluation.subject import Subject
+from dmsae.progress import SILENT, Progress
+from dmsae.sae.config import SAEConfig
+from planted import planted_store
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CONFIG = SAEConfig(32, 64, 4, (16, 64))
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    plus: float = 0.0
+
+
+class Toy(NamedTuple):
+    size: float
+    best: float
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return planted_store(tmp_path / "store", n_rows=512).store
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Two toy measures, and the names of the subjects that the first was called with each time."""
+    calls: list[list[str]] = []
+
+    def toy(subjects: Sequence[Subject], store: Store, config: ToyConfig, progress: Progress = SILENT) -> list[Toy]:
+        calls.append([subject.name for subject in subjects])
+        values = {"": 5.0, "untrained": 1.0, "random_encoder": 3.0, "permuted_decoder": -4.0, "random_firing": 0.0}
+        return [Toy(values[subject.null_kind] + config.plus, 9.0) for subject in subjects]
+
+    def broken(subjects: Sequence[Subject], config: ToyConfig, progress: Progress = SILENT) -> list[Toy]:
+        raise StoreError("The toy is broken. Mend it.")
+
+    scores = (Score("size", ceiling="best"), Score("best"))
+    monkeypatch.setitem(MEASURES, "toy", Measure("a toy", toy, ToyConfig, ("store",), scores))
+    monkeypatch.setitem(MEASURES, "broken", Measure("a broken toy", broken, ToyConfig, (), scores))
+    return calls
+
+
+def run(
+    store: Store, out: Path, names: Sequence[str] = ("a",), progress: Progress = SILENT, **config: Any
+) -> Evaluation:
+    saes = {name: random_sae(CONFIG, seed, 0.2) for seed, name in enumerate(names)}
+    return evaluate(saes, store, out, EvaluateConfig(**{"measures": ("toy",)} | config), progress=progress)
+
+
+def test_every_score_stands_beside_its_nulls(asked: list[list[str]], store: Store, tmp_path: Path) -> None:
+    evaluation = run(store, tmp_path / "out", ("a", "b"))
+    assert len(asked[0]) == 10
+    rows = evaluation.rows()
+    assert [(row.sae, row.figure) for row in rows] == [("a", "size"), ("b", "size"), ("a", "best"), ("b", "best")]
+    size = rows[0]
+    assert size.nulls == {"untrained": 1.0, "random_encoder": 3.0, "permuted_decoder": -4.0, "random_firing": 0.0}
+    assert (size.score, size.null, size.ceiling) == (5.0, 3.0, 9.0), "the null to beat is the nearest to the ceiling"
+    assert size.part == pytest.approx((5 - 3) / (9 - 3))
+    assert (rows[2].null, rows[2].part) == (None, None), "without a ceiling there is no way to it"
+
+
+def test_what_is_kept_is_not_measured_again(asked: list[list[str]], store: Store, tmp_path: Path) -> None:
+    first = run(store, tmp_path / "out")
+    again = run(store, tmp_path / "out")
+    assert len(asked) == 1
+    assert again == first
+    run(store, tmp_path / "out", ("a", "b"))
+    assert [name.split(" / ")[0] for name in asked[1]] == ["b"] * 5, "only what is new"
+    run(store, tmp_path / "out", settings={"toy": ToyConfig(plus=1.0)})
+    assert len(asked[2]) == 5, "other settings"
+    run(store, tmp_path / "out", null=NullConfig(seed=1))
+    assert len(asked[3]) == 4, "other nulls of the same SAE"
+    run(store, tmp_path / "out", nulls=())
+    assert len(asked) == 4
+
+
+def test_a_new_version_of_a_measure_measures_again(
+    asked: list[list[str]], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(store, tmp_path / "out", nulls=())
+    monkeypatch.setitem(MEASURES, "toy", MEASURES["toy"]._replace(version=2))
+    run(store, tmp_path / "out", nulls=())
+    assert len(asked) == 2
+
+
+def test_subjects_come_a_few_at_a_time_and_an_interruption_keeps_those_before(
+    asked: list[list[str]], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmsae.evaluation.evaluate._AT_ONCE", 2)
+    function = MEASURES["toy"].function
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return function(*args, **kwargs)
+
+    monkeypatch.setitem(MEASURES, "toy", MEASURES["toy"]._replace(function=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        run(store, tmp_path / "out")
+    assert [len(call) for call in asked] == [2, 2]
+    monkeypatch.setitem(MEASURES, "toy", MEASURES["toy"]._replace(function=function))
+    run(store, tmp_path / "out")
+    assert [len(call) for call in asked] == [2, 2, 1]
+
+
+def test_a_measure_that_cannot_run_leaves_the_others(asked: list[list[str]], store: Store, tmp_path: Path) -> None:
+    recorder = Recorder()
+    evaluation = run(store, tmp_path / "out", progress=recorder, measures=("broken", "toy"))
+    assert evaluation.not_run == {"broken": "The toy is broken. Mend it."}
+    assert list(evaluation.measures) == ["toy"]
+    assert recorder.warnings == ["broken has not run. The toy is broken. Mend it."]
+    with pytest.raises(ConfigError, match="None of the measures could run: The toy is broken"):
+        run(store, tmp_path / "out", measures=("broken",))
+
+
+def test_an_evaluation_can_be_read_again(asked: list[list[str]], store: Store, tmp_path: Path) -> None:
+    evaluation = run(store, tmp_path / "out", ("a", "b"))
+    read = Evaluation.load(tmp_path / "out")
+    assert read == evaluation
+    assert read.saes() == ["a", "b"]
+    written = json.loads((tmp_path / "out" / layout.EVALUATION).read_text())
+    assert written["scores"][0]["part"] == pytest.approx(1 / 3)
+    assert written["store"] == store.key
+    with pytest.raises(CheckpointError, match="holds no evaluation"):
+        Evaluation.load(tmp_path)
+    (tmp_path / "out" / layout.EVALUATION).write_text("{}")
+    with pytest.raises(CheckpointError, match="is not an evaluation"):
+        Evaluation.load(tmp_path / "out")
+
+
+def test_two_processes_do_not_share_a_directory(asked: list[list[str]], store: Store, tmp_path: Path) -> None:
+    from dmsae.disk.files import exclusive_lock
+
+    with exclusive_lock(tmp_path / "out" / layout.LOCK, "it"), pytest.raises(BusyError, match="in use"):
+        run(store, tmp_path / "out")
+
+
+def test_unknown_measures_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'fidelity'"):
+        EvaluateConfig(measures=("fidelty",))
+    with pytest.raises(ConfigError, match="at least one measure"):
+        EvaluateConfig(measures=())
+
+
+def test_without_text_what_needs_a_model_is_left_out(store: Store, tmp_path: Path) -> None:
+    """The real measures, on activations that came without their text."""
+    names = ("fidelity", "activity", "splice", "redundancy")
+    quick = {"redundancy": RedundancyConfig(meta_steps=20)}
+    bare = Store(store.path, store.request, store.d_model, [r for r in store.records if "tokens" not in r.file])
+    evaluation = run(bare, tmp_path / "out", measures=names, nulls=(NullKind.UNTRAINED,), settings=quick)
+    assert list(evaluation.measures) == ["fidelity", "activity", "redundancy"]
+    assert "without their text" in evaluation.not_run["splice"]
+    parts = {row.figure: row.part for row in evaluation.rows() if row.measure == "fidelity"}
+    assert set(parts) == {"fve", "fve_prefixes.0", "cosine", "l0"}
+    l0 = evaluation.measures["fidelity"]["results"]
+    assert l0["a / untrained"]["l0"] == pytest.approx(l0["a"]["l0"], rel=0.05)
+
+
+def test_the_store_s_model_is_loaded(
+    tiny_config: Callable[..., HarvestConfig], tiny_model: Path, tmp_path: Path
+) -> None:
+    store = harvest(tiny_config(), tmp_path / "stores")
+    sae = random_sae(SAEConfig(store.d_model, 32, 4, (32,)), 0, 0.3)
+    config = EvaluateConfig(measures=("splice",), nulls=(NullKind.RANDOM_FIRING,))
+    evaluation = evaluate({"sae": sae}, store, tmp_path / "out", config)
+    assert len(evaluation.rows()) == 3
+    assert list((layout.evaluation_cache()).glob("splice-*.safetensors"))
+    moved = load_model(store, str(tiny_model), "cpu")
+    assert moved.identity.hook == store.model.hook
+    other = BaseModel.load(ModelConfig(name=str(tiny_model), hook=1, device="cpu"))
+    with pytest.raises(ConfigError, match="The models differ"):
+        evaluate({"sae": sae}, store, tmp_path / "other", config, other)
+
+
+def test_an_sae_is_known_by_all_of_its_weights() -> None:
+    sae = random_sae(CONFIG, 0)
+    digest = digest_of(sae)
+    assert digest == digest_of(random_sae(CONFIG, 0))
+    sae.threshold[3] = 0.1
+    assert digest != digest_of(sae)
+    assert digest != digest_of(random_sae(SAEConfig(32, 64, 5, (16, 64)), 0)), "k is part of it"
+    assert digest_of(sae.bfloat16()) != digest
+
+
+def test_results_become_json() -> None:
+    result = Toy(float("nan"), 2.0)
+    assert as_json({"a": (result, [1, None]), 5: Path("x")}) == {
+        "a": [{"size": None, "best": 2.0}, [1, None]],
+        "5": "x",
+    }
+
+
+def test_figures_are_found_in_results() -> None:
+    result = {"fve": 0.5, "by_k": {"1": {"accuracy": [0.1, 0.2]}}, "none": None, "text": "x"}
+    assert look_up(result, "fve") == 0.5
+    assert look_up(result, "by_k.1.accuracy.1") == 0.2
+    for place in ("by_k.1.accuracy.2", "by_k.2.accuracy.0", "none", "nothing.here", "text", "fve.0"):
+        assert look_up(result, place) is None
+
+
+def test_the_part_of_the_way() -> None:
+    assert part_of_the_way(0.75, 0.5, 1.0) == 0.5
+    assert part_of_the_way(0.25, 0.5, 0.0) == 0.5, "where lower is better, the ceiling is low"
+    assert part_of_the_way(0.4, 0.5, 1.0) == pytest.approx(-0.2), "worse than the null"
+    assert part_of_the_way(0.5, 1.0, 1.0) is None
+    assert part_of_the_way(None, 0.5, 1.0) is None
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_every_measure_is_called_by_what_it_takes(name: str) -> None:
+    measure = MEASURES[name]
+    parameters = inspect.signature(measure.function).parameters
+    assert next(iter(parameters)) == "subjects"
+    assert {*measure.takes, "config", "progress"} <= set(parameters)
+    assert is_dataclass(measure.config)
+    assert measure.config() == measure.config(), "its settings have defaults"
+    assert all(field.name.islower() for field in fields(measure.config))
+    assert measure.scores
