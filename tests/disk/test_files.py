@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ from dmsae.disk.files import (
     append_text,
     canonical_hash,
     exclusive_lock,
+    parse_json,
     read_json_value,
     require_space,
     sha256_of,
@@ -191,3 +193,19 @@ def test_a_lock_on_a_full_disk_is_named(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '["\\"' + "[" * 100_000])
+def test_deep_json_is_refused_whatever_the_recursion_limit(text: str) -> None:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000_000)  # as some libraries do; the parser in C would then overrun the stack
+    try:
+        with pytest.raises(ValueError, match=r"nested too deeply|Expecting|Invalid|Unterminated"):
+            parse_json(text)
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def test_brackets_in_text_are_no_depth() -> None:
+    value = {"text": "[{" * 1000 + '\\"[', "rows": [[1], [2]] * 200}
+    assert parse_json(json.dumps(value)) == value

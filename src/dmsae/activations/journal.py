@@ -17,7 +17,7 @@ from pathlib import Path
 from dmsae.activations.splits import Split
 from dmsae.config import Json, from_dict, to_dict
 from dmsae.disk import layout
-from dmsae.disk.files import canonical_hash, read_json_value, sha256_of, write_json
+from dmsae.disk.files import canonical_hash, parse_json, read_json_value, sha256_of, write_json
 from dmsae.errors import ConfigError, StoreCorruptError, StoreError, first_line
 from dmsae.progress import SILENT, Progress
 
@@ -71,7 +71,7 @@ def read_journal(store: Path) -> list[FileRecord]:
     path = store / layout.STORE_JOURNAL
     try:
         return [_record(line) for line in path.read_bytes().split(b"\n")[:-1]]
-    except (OSError, ValueError, RecursionError, ConfigError) as error:
+    except (OSError, ValueError, ConfigError) as error:
         raise StoreCorruptError(f"{path} is damaged: {first_line(error)}. {remedy(store)}") from error
 
 
@@ -88,7 +88,7 @@ def recover_journal(store: Path, progress: Progress = SILENT) -> list[FileRecord
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             record = _record(line, must_be_sealed=True)
-        except (ValueError, RecursionError, ConfigError) as error:
+        except (ValueError, ConfigError) as error:
             progress.warn(f"{path}, line {number} is damaged ({first_line(error)}). Its file will be made again.")
         else:
             records[record.file] = record
@@ -96,7 +96,7 @@ def recover_journal(store: Path, progress: Progress = SILENT) -> list[FileRecord
 
 
 def _record(line: bytes, must_be_sealed: bool = False) -> FileRecord:
-    facts = json.loads(line)
+    facts = parse_json(line.decode("utf8"))
     if not isinstance(facts, dict):
         raise ValueError(f"it holds a {type(facts).__name__}, not an object")
     seal = facts.pop(_LINE_SEAL, None)  # missing in stores that were finished by an earlier version

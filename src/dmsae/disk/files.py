@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,9 @@ _RESERVE_BYTES = 64 << 20
 """How much of a disk stays free."""
 _LOCK_BYTES = 32
 """How long a lock file can be: it holds the number of a process."""
+_DEEPEST = 100
+"""How deeply JSON may be nested."""
+_BRACKET_OR_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"|[][{}]', re.DOTALL)
 _JSON_BYTES = 1 << 28
 """How large a file of facts may be."""
 
@@ -51,10 +55,26 @@ def read_json_value(path: Path) -> Any:
         if (size := os.fstat(file.fileno()).st_size) > _JSON_BYTES:
             raise ValueError(f"it has {human_bytes(size)}; at most {human_bytes(_JSON_BYTES)} are read as JSON")
         text = file.read(size).decode("utf8")
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    return parse_json(text)
+
+
+def parse_json(text: str) -> Any:
+    """Return what JSON text says; anything that is not JSON, or nested deeply, is a `ValueError`.
+
+    The depth is found before parsing. The parser would stop at the interpreter's recursion limit, which libraries raise
+    beyond what the stack can hold: then it ends the process.
+    """
+    if text.count("[") + text.count("{") > _DEEPEST and _depth(text) > _DEEPEST:
+        raise ValueError("it is nested too deeply")
+    return json.loads(text)
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for found in _BRACKET_OR_STRING.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found.group()[0], 0)
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def sha256_of(path: Path) -> str:

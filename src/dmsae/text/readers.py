@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rich.filesize import decimal as human_bytes
 
-from dmsae.disk.files import open_regular
+from dmsae.disk.files import open_regular, parse_json
 from dmsae.errors import CorpusError, first_line, nearest
 
 Kind = Literal[".txt", ".jsonl", ".csv", ".parquet"]
@@ -147,8 +147,8 @@ def _read_jsonl(path: Path, field: str, limit: int) -> Iterator[str]:
                 continue
             where = f"{path}, line {number}"
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                record = parse_json(line)
+            except ValueError as error:
                 reason = error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
                 raise CorpusError(f"{where} is not JSON: {reason}.") from error
             if not isinstance(record, dict):

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from dmsae.config import Json, from_dict
 from dmsae.disk import layout
 from dmsae.disk.artifact import read_sealed
-from dmsae.disk.files import append_text
+from dmsae.disk.files import append_text, parse_json
 from dmsae.errors import CheckpointError, ConfigError, first_line
 
 SinkName = Literal["tensorboard", "wandb"]
@@ -192,8 +192,8 @@ def read_metrics(directory: Path) -> list[StepMetrics]:
     if not path.exists():
         return []
     try:
-        return [from_dict(StepMetrics, json.loads(line)) for line in path.read_text(encoding="utf8").splitlines()]
-    except (ValueError, RecursionError, ConfigError) as error:
+        return [from_dict(StepMetrics, parse_json(line)) for line in path.read_text(encoding="utf8").splitlines()]
+    except (ValueError, ConfigError) as error:
         raise CheckpointError(f"{path} is damaged: {first_line(error)}. Restore it.") from error
 
 
