@@ -1,0 +1,91 @@
+"""`dmsae evaluate`, as a user types it: SAEs, their nulls, seeds beside each other, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dmsae.cli import main
+from dmsae.disk import layout
+from tiny_recipe import write_recipe
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MEASURES = ["--measures", "fidelity", "activity", "splice", "redundancy", "--redundancy.meta-steps", "20"]
+NULLS = ["--nulls", "untrained", "random_firing"]
+
+
+@pytest.fixture
+def saes(tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two seeds of one SAE, in the current directory, with their store under a root of its own."""
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(tmp_path / "tiny.toml", tiny_model, tiny_text)
+    main(["harvest", "--recipe", str(recipe), "--root", "stores"])
+    (store,) = (path.name for path in Path("stores").iterdir() if path.is_dir())
+    for seed in ("0", "1"):
+        shape = ["--width", "64", "--k", "4", "--recipe", str(recipe), "--seed", seed]
+        main(["train", "--store", store, "--out", f"msae-k4-s{seed}", *shape, "--root", "stores"])
+    return ["msae-k4-s0", "msae-k4-s1"]
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the message with which a command ends."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err.replace("\n", " ")
+
+
+def test_saes_are_measured_compared_and_matched(saes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    main(["evaluate", *saes, *MEASURES, *NULLS, "--out", "out"])
+    printed = capsys.readouterr()
+    assert "splice (3 of 4)" in printed.err
+    written = json.loads(Path("out", layout.EVALUATION).read_text())
+    assert set(written["measures"]) == {"fidelity", "activity", "splice", "redundancy"}
+    assert [name for name, one in written["subjects"].items() if not one["null_of"]] == saes
+    fve = next(row for row in written["scores"] if row["figure"] == "fve")
+    assert f"{fve['score']:.3f}" in printed.out
+    assert f"{fve['part']:.3f}" in printed.out
+    assert "random firing" in printed.out
+    assert "Everything is in out/evaluation.json." in printed.out
+
+    main(["evaluate", "compare", "out", "--scores", "fidelity.fve", "--json", "both.json"])
+    assert "fidelity.fve  msae    4  2" in capsys.readouterr().out
+    assert json.loads(Path("both.json").read_text())["spreads"][0]["n"] == 2
+
+    main(["evaluate", "stability", *saes, "--out", "stable"])
+    assert "non-core" in capsys.readouterr().out
+    (pair,) = json.loads(Path("stable", layout.STABILITY).read_text())["pairs"]
+    assert (pair["first"], pair["second"], pair["core"]) == (*saes, None)
+    assert pair["noncore"]["all"]["n"] == 64
+
+
+def test_what_cannot_be_evaluated_is_refused(saes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No SAEs were given" in refused(["evaluate"], capsys)
+    assert "Did you mean 'splice'" in refused(["evaluate", *saes, "--measures", "splic"], capsys)
+    assert "given more than once" in refused(["evaluate", saes[0], saes[0]], capsys)
+    assert "holds no SAE" in refused(["evaluate", "stores"], capsys)
+    assert "at least two SAEs" in refused(["evaluate", "stability", saes[0]], capsys)
+    assert "holds no evaluation" in refused(["evaluate", "compare", saes[0]], capsys)
+    assert "holds no core" in refused(["evaluate", "stability", "--cores", *saes], capsys)
+    assert not Path("evaluation").exists()
+
+
+def test_cores_are_compared_by_their_rows(
+    tiny_model: Path,
+    tiny_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(tmp_path / "tiny.toml", tiny_model, tiny_text)
+    main(["distill", "--recipe", str(recipe), "--out", "run", "--root", "stores"])
+    capsys.readouterr()
+    main(["evaluate", "stability", "--cores", "run/cycle-0", "run/cycle-1", "run", "--out", "stable"])
+    assert "kept by lineage" in capsys.readouterr().out
+    pairs = json.loads(Path("stable", layout.STABILITY).read_text())["pairs"]
+    assert len(pairs) == 3
+    kept = pairs[0]["carried"]["kept"]
+    assert pairs[0]["n_identical"] >= kept
