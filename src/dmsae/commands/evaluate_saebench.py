@@ -82,7 +82,7 @@ def evaluate_saebench(
 def _text(store: "Store") -> "HeldoutText":
     from dmsae.evaluation.saebench.heldout import heldout_text
 
-    return heldout_text(store, layout.evaluation_cache())
+    return heldout_text(store, layout.saebench_cache())
 
 
 def _found(places: tuple[Path, ...]) -> "dict[str, FoundSAE]":
@@ -111,7 +111,7 @@ def _job_saes(found: "dict[str, FoundSAE]", out: Path) -> "list[JobSAE]":
     for name, one in found.items():
         directory = one.directory
         if not layout.has_artifact(directory, layout.SAE):
-            directory = out / "saes" / name
+            directory = out / layout.FOREIGN_SAES / name
             one.sae.save(directory)
         jobs.append(JobSAE(name, directory.absolute(), digest_of(one.sae)))
     return jobs

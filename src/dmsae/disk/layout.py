@@ -3,6 +3,7 @@
     <cache>/assets/<name>-<version>/     a bundled model or corpus          (text/assets.py)
     <cache>/stores/<key>/                harvested activations              (activations/store.py)
     <cache>/evaluation/                  what evaluations share            (evaluation/evaluate.py)
+    <cache>/saebench/                    what SAEBench keeps between SAEs   (evaluation/saebench/)
     <run>/                               a training, distillation or transfer
 
 docs/on-disk.md shows the same with what is inside each file.
@@ -40,6 +41,13 @@ STABILITY = "stability.json"
 PLANTED = "planted.json"
 RESULTS = "results"
 
+# SAEBench: results lie in folders that its plotting expects, each with the name of an eval; beside them:
+RECORDS = "records"
+LOGS = "logs"
+UNFINISHED = "unfinished"
+FOREIGN_SAES = "saes"
+SYNTH = "synth.json"
+
 # Artifacts: `<name>.safetensors` and `<name>.json`; the SAE of a training or cycle is in a folder of the same name
 SAE = "sae"
 ATTRIBUTION = "attribution"
@@ -68,6 +76,11 @@ def stores_directory() -> Path:
 def evaluation_cache() -> Path:
     """Return where evaluations keep what they compute once for all SAEs."""
     return cache_directory() / "evaluation"
+
+
+def saebench_cache() -> Path:
+    """Return where SAEBench keeps what does not depend on an SAE, or what it had finished of one."""
+    return cache_directory() / "saebench"
 
 
 def token_file(split: str) -> str:

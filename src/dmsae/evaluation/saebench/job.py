@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from dmsae.activations.dtypes import DtypeName
 from dmsae.config import Json, from_dict, to_dict
+from dmsae.disk import layout
 from dmsae.disk.files import canonical_hash, write_json
 from dmsae.errors import BenchmarkError, ConfigError, first_line
 
@@ -99,11 +100,11 @@ class Job:
 
     def record(self, sae: JobSAE) -> Path:
         """Return where it is noted what a result was made from."""
-        return self.out / "records" / self.eval / f"{sae.name}.json"
+        return self.out / layout.RECORDS / self.eval / f"{sae.name}.json"
 
     def log(self) -> Path:
         """Return where everything is kept that the package prints."""
-        return self.out / "logs" / f"{self.eval}.log"
+        return self.out / layout.LOGS / f"{self.eval}.log"
 
     def write(self, path: Path) -> None:
         """Write the job for the worker."""

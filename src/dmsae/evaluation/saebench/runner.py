@@ -62,7 +62,7 @@ def run_saebench(
             raise ConfigError("core.dataset = 'heldout', but there is no held-out text. Give a store, or a data set.")
         settings["core"] = heldout.fitted(settings["core"])
     summary = Summary(to_dict(model), settings)
-    cache = layout.cache_directory().absolute() / "saebench" / f"{model.alias}-{model.digest[:12]}-layer-{model.layer}"
+    cache = layout.saebench_cache().absolute() / f"{model.alias}-{model.digest[:12]}-layer-{model.layer}"
     with exclusive_lock(out / layout.LOCK, f"The results in {out}"):
         for index, name in enumerate(evals):
             progress.note(f"{name} ({index + 1} of {len(evals)})")

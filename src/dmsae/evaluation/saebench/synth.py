@@ -106,11 +106,11 @@ class SynthJob:
 
     def result(self) -> Path:
         """Return where the scores go."""
-        return self.out / "synth.json"
+        return self.out / layout.SYNTH
 
     def log(self) -> Path:
         """Return where everything else goes that is printed."""
-        return self.out / "synth.log"
+        return self.out / layout.LOGS / "synth.log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def run_synth(config: SynthConfig, out: Path, environment: Path | None = None, p
     """Train SAEs on synthetic activations and return their scores; what is finished is kept, and resumes."""
     python = find_python(environment)
     out = out.absolute()
-    cache = layout.cache_directory().absolute() / "saebench" / "synthetic"
+    cache = layout.saebench_cache().absolute() / "synthetic"
     job = SynthJob(config, out, cache)
     if job.result().is_file() and Synth.load(job.result()).config == config:
         return Synth.load(job.result())

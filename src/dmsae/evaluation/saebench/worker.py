@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dmsae.config import Json
+from dmsae.disk import layout
 from dmsae.disk.files import write_json
 from dmsae.errors import BenchmarkError, DmsaeError, first_line
 from dmsae.evaluation.saebench.job import Event, Job, JobSAE
@@ -91,7 +92,7 @@ class Worker:
         self.job, self._events = job, events
         self._model_name = lens.register(job.model)
         self._versions = package.versions()
-        self._unfinished = job.out / "unfinished"
+        self._unfinished = job.out / layout.UNFINISHED
 
     def run(self) -> None:
         """Evaluate the SAEs one after the other; one that fails does not stop the others."""
