@@ -68,7 +68,7 @@ def test_an_experiment_goes_on_where_it_stopped_and_shows_its_figures(
     first = Path("price/results/paper-seed-0.json").read_bytes()
     main([*asked, "--seeds", "0", "1"])
     assert Path("price/results/paper-seed-0.json").read_bytes() == first
-    assert "paper (seeds 0, 1)" in capsys.readouterr().out
+    assert "paper (seeds 0, 1;" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["experiment", "tau", *asked[2:], "--seeds", "0"])
     assert "be among those of the experiment: tau" in capsys.readouterr().err
