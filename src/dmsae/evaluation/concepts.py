@@ -32,9 +32,9 @@ class ConceptsConfig:
 
     pairs: tuple[tuple[str, str], ...] = (
         ("92_glue_sst2", "105_click_bait"),
-        ("5_hist_fig_ismale", "113_movie_sent"),
+        ("96_spam_is", "105_click_bait"),
     )
-    """Pairs of labelled tables whose labels are made to correlate: sentiment with clickbait, gender with sentiment."""
+    """Pairs of labelled tables whose labels are made to correlate: sentiment with clickbait, spam with clickbait."""
     classes: tuple[str, ...] = (
         "59_wikidata_occupation_isjournalist",
         "60_wikidata_occupation_isathlete",
@@ -48,7 +48,7 @@ class ConceptsConfig:
     """Texts that probes are trained on, for each combination of two labels; for each class half as many again."""
     n_test: int = 50
     """Texts that probes are tested on, for each combination of two labels and for each class."""
-    max_tokens: int = 40
+    max_tokens: int = 48
     """Of a longer text, the last tokens are kept."""
     seed: int = 0
     """Decides which texts are taken."""
