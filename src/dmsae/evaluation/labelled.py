@@ -45,8 +45,8 @@ class LabelledConfig:
         "161_agnews_0",
     )
     """Bundled tables by name, or paths of .csv files with the columns `prompt` and `target`. The default takes one or
-    two of each kind that the bundled corpus reserves (occupations, sentiment, spam, headlines, news), but for those that
-    a dense probe of the bundled model reads no better than chance or hardly so: grammar, and the gender of names."""
+    two of each kind that the bundled corpus reserves: occupations, sentiment, spam, headlines, news. Grammar and the
+    gender of names are left out, because a dense probe of the bundled model hardly reads them."""
     n_train: int = 400
     """Texts of each table that probes are trained on, half of each class."""
     n_test: int = 200
