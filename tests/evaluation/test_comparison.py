@@ -7,7 +7,7 @@ from scipy.stats import ttest_rel
 
 from dmsae.errors import ConfigError
 from dmsae.evaluation.comparison import Member, curves, differences, mean_interval, members_of, spreads
-from dmsae.evaluation.evaluate import Evaluation
+from dmsae.evaluation.scores import Evaluation
 
 
 def evaluation(figures: dict[str, tuple[float, float]], store: str = "abc") -> Evaluation:

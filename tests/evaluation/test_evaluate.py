@@ -17,19 +17,11 @@ from dmsae.activations.request import HarvestConfig
 from dmsae.activations.store import Store
 from dmsae.disk import layout
 from dmsae.errors import BusyError, CheckpointError, ConfigError, StoreError
-from dmsae.evaluation.evaluate import (
-    EvaluateConfig,
-    Evaluation,
-    as_json,
-    digest_of,
-    evaluate,
-    load_model,
-    look_up,
-    part_of_the_way,
-)
+from dmsae.evaluation.evaluate import EvaluateConfig, digest_of, evaluate, load_model
 from dmsae.evaluation.measures import MEASURES, Measure, Score
 from dmsae.evaluation.nulls import NullConfig, NullKind
 from dmsae.evaluation.redundancy import RedundancyConfig
+from dmsae.evaluation.scores import Evaluation, as_json, look_up, part_of_the_way
 from dmsae.evaluation.subject import Subject
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.config import SAEConfig
@@ -161,6 +153,15 @@ def test_an_evaluation_can_be_read_again(asked: list[list[str]], store: Store, t
         Evaluation.load(tmp_path / "out")
 
 
+def test_a_damaged_result_is_measured_again(asked: list[list[str]], store: Store, tmp_path: Path) -> None:
+    first = run(store, tmp_path / "out", nulls=())
+    (kept,) = (tmp_path / "out" / layout.RESULTS).iterdir()
+    for damaged in ("", "[]", '{"result": 1}'):
+        kept.write_text(damaged)
+        assert run(store, tmp_path / "out", nulls=()).measures["toy"]["results"] == first.measures["toy"]["results"]
+    assert len(asked) == 4
+
+
 def test_two_processes_do_not_share_a_directory(asked: list[list[str]], store: Store, tmp_path: Path) -> None:
     from dmsae.disk.files import exclusive_lock
 
@@ -198,6 +199,16 @@ def test_the_store_s_model_is_loaded(
     evaluation = evaluate({"sae": sae}, store, tmp_path / "out", config)
     assert len(evaluation.rows()) == 3
     assert list((layout.evaluation_cache()).glob("splice-*.safetensors"))
+    loaded: list[BaseModel] = []
+    (tmp_path / "out" / layout.RESULTS).rename(tmp_path / "elsewhere")
+
+    def load() -> BaseModel:
+        loaded.append(load_model(store, str(tiny_model), "cpu"))
+        return loaded[-1]
+
+    for _ in range(2):
+        assert evaluate({"sae": sae}, store, tmp_path / "out", config, load).rows() == evaluation.rows()
+    assert len(loaded) == 1, "it is loaded when it is needed"
     moved = load_model(store, str(tiny_model), "cpu")
     assert moved.identity.hook == store.model.hook
     other = BaseModel.load(ModelConfig(name=str(tiny_model), hook=1, device="cpu"))

@@ -1,6 +1,7 @@
 """`dmsae evaluate`: what SAEs are worth, beside what worthless ones get."""
 
 from dataclasses import dataclass, field, make_dataclass
+from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +17,10 @@ from dmsae.commands.found import find_saes, store_of
 from dmsae.commands.output import number, out, plain_table
 from dmsae.commands.terminal import TERMINAL
 from dmsae.disk import layout
-from dmsae.evaluation.evaluate import EvaluateConfig, Evaluation, evaluate, load_model
+from dmsae.evaluation.evaluate import EvaluateConfig, evaluate, load_model
 from dmsae.evaluation.measures import MEASURES
 from dmsae.evaluation.nulls import NullConfig, NullKind
+from dmsae.evaluation.scores import Evaluation
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,9 @@ class EvaluateCommand:
     """Measure SAEs on held-out text, each beside nulls that show what a worthless dictionary gets.
 
     Every SAE is measured together with dictionaries of its own shape that fire as often and know nothing. The table
-    shows the score, the strongest null, and the part of the way from null to ceiling. All of it is in evaluation.json.
-    Ctrl-C keeps what is finished; the same command resumes, and more SAEs or measures can be added.
+    shows the score, the strongest null, and the part of the way from null to ceiling. evaluation.json holds all that
+    the command asked for. Finished results are kept: Ctrl-C loses little, the same command resumes, and to ask for more
+    SAEs or measures costs only these.
     """
 
     saes: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -68,8 +71,7 @@ def run(command: EvaluateCommand) -> None:
     config = EvaluateConfig(command.measures, command.nulls, command.null, settings)
     found = find_saes(command.saes)
     store = store_of(found, command.store, command.root)
-    needs_model = any("model" in MEASURES[name].takes for name in command.measures)
-    model = load_model(store, command.model, command.device, TERMINAL) if needs_model and store.has_text else None
+    model = partial(load_model, store, command.model, command.device, TERMINAL)
     saes = {name: one.sae for name, one in found.items()}
     evaluation = evaluate(saes, store, command.out, config, model, TERMINAL)
     print_scores(evaluation)

@@ -35,7 +35,7 @@ def evaluate_compare(
     """
     from dmsae.disk.files import write_json
     from dmsae.evaluation.comparison import curves, differences, members_of, spreads
-    from dmsae.evaluation.evaluate import Evaluation, as_json
+    from dmsae.evaluation.scores import Evaluation, as_json
 
     members = members_of({str(place): Evaluation.load(place) for place in places}, scores)
     over_seeds = spreads(members)

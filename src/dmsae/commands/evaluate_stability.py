@@ -44,7 +44,7 @@ def evaluate_stability(
     """
     from dmsae.config import to_dict
     from dmsae.disk.files import write_json
-    from dmsae.evaluation.evaluate import as_json
+    from dmsae.evaluation.scores import as_json
     from dmsae.evaluation.stability import StabilityConfig
 
     config = StabilityConfig(min_cosine=min_cosine, seed=seed)
@@ -103,7 +103,7 @@ def _print_saes(pairs: "Sequence[PairStability]") -> None:
 
 
 def _figures(group: "GroupStability") -> tuple[float | None, ...]:
-    from dmsae.evaluation.evaluate import part_of_the_way
+    from dmsae.evaluation.scores import part_of_the_way
 
     null, means, bins = group.null_decoder, group.all, group.over_bins
     part = part_of_the_way(group.mcc.decoder_signed, null, 1.0)

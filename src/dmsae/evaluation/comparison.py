@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from dmsae.errors import ConfigError, nearest
-from dmsae.evaluation.evaluate import Evaluation, look_up
 from dmsae.evaluation.price import interpolated
+from dmsae.evaluation.scores import Evaluation, look_up
 
 _LEVEL = 0.95
 _SEED = re.compile(r"(?:^|(?<=[-_/. ]))s(?:eed)?[-_=]?(\d+)(?=$|[-_/. ])")

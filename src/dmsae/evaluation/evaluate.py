@@ -1,33 +1,32 @@
 """An evaluation: SAEs and their nulls through the measures asked for, in a directory in which it can be resumed.
 
-    <out>/evaluation.json   everything: subjects, settings, results, scores beside their nulls
+    <out>/evaluation.json   what was asked for last: subjects, settings, results, scores beside their nulls
     <out>/results/          one file for each result, named by a hash of all that it depends on
 
-A result that is there is not measured again, so SAEs and measures can be added to an evaluation. What does not depend
+A result that is there is not measured again, so asking for more SAEs or measures costs only these. What does not depend
 on any SAE is kept in the cache directory and shared by all evaluations.
 """
 
 import hashlib
 import json
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 
-from dmsae import __version__
 from dmsae.activations.base_model import BaseModel, ModelConfig
 from dmsae.activations.store import Store
 from dmsae.config import Json, from_dict, require, to_dict
 from dmsae.disk import layout
 from dmsae.disk.files import canonical_hash, exclusive_lock, write_json
-from dmsae.errors import CheckpointError, ConfigError, DmsaeError, nearest
-from dmsae.evaluation.measures import MEASURES, Measure, Score
+from dmsae.errors import ConfigError, DmsaeError, nearest
+from dmsae.evaluation.measures import MEASURES, Measure
 from dmsae.evaluation.nulls import NullConfig, NullKind, NullMaker
+from dmsae.evaluation.scores import Evaluation, as_json
 from dmsae.evaluation.subject import Subject, require_heldout
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.sae import SAE
@@ -59,94 +58,19 @@ class EvaluateConfig:
         return self.settings.get(measure) or MEASURES[measure].config()
 
 
-class ScoreRow(NamedTuple):
-    """One score of one SAE, beside its nulls."""
-
-    sae: str
-    measure: str
-    figure: str
-    score: float | None
-    nulls: dict[str, float | None]
-    """What each null gets, by kind."""
-    null: float | None
-    """The one to beat: the figure's own, or that of the null subjects which is nearest to the ceiling."""
-    ceiling: float | None
-    part: float | None
-    """Part of the way from null to ceiling: (score − null) / (ceiling − null)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """What was measured, as `evaluation.json` holds it."""
-
-    store: str
-    """Key of the store."""
-    model: Json
-    subjects: dict[str, Json]
-    """By name: `digest`, `config`, and for a null `null_of` and `null_kind`."""
-    measures: dict[str, Json]
-    """By name: `settings`, `seconds`, and `results` by subject."""
-    not_run: dict[str, str]
-    """Why a measure did not run."""
-    version: str = __version__
-
-    def saes(self) -> list[str]:
-        """Return the names of the subjects that are no nulls."""
-        return [name for name, subject in self.subjects.items() if not subject["null_of"]]
-
-    def rows(self) -> list[ScoreRow]:
-        """Return every score of every SAE beside its nulls."""
-        return [
-            self._row(sae, measure, score)
-            for measure in self.measures
-            for score in MEASURES[measure].scores
-            for sae in self.saes()
-        ]
-
-    def _row(self, sae: str, measure: str, score: Score) -> ScoreRow:
-        results = self.measures[measure]["results"]
-        nulls = {
-            str(subject["null_kind"]): look_up(results[name], score.figure)
-            for name, subject in self.subjects.items()
-            if subject["null_of"] == sae
-        }
-        value, ceiling = look_up(results[sae], score.figure), _ceiling(score, results[sae])
-        null = look_up(results[sae], score.null) if score.null else _strongest(nulls, ceiling)
-        return ScoreRow(sae, measure, score.figure, value, nulls, null, ceiling, part_of_the_way(value, null, ceiling))
-
-    def save(self, directory: Path) -> None:
-        """Write `evaluation.json`."""
-        scores = [row._asdict() for row in self.rows()]
-        write_json(directory / layout.EVALUATION, {**to_dict(self), "scores": scores})
-
-    @classmethod
-    def load(cls, directory: Path) -> Self:
-        """Return the evaluation in a directory."""
-        path = directory / layout.EVALUATION
-        try:
-            values: Json = json.loads(path.read_text(encoding="utf8"))
-            del values["scores"]
-            return from_dict(cls, values)
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{directory} holds no evaluation. Give the --out directory of a 'dmsae evaluate'."
-            ) from None
-        except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
-            raise CheckpointError(f"{path} is not an evaluation: {error}. Run 'dmsae evaluate' again.") from error
-
-
 def evaluate(
     saes: Mapping[str, SAE],
     store: Store,
     out: Path,
     config: EvaluateConfig | None = None,
-    model: BaseModel | None = None,
+    model: BaseModel | Callable[[], BaseModel] | None = None,
     progress: Progress = SILENT,
 ) -> Evaluation:
     """Measure SAEs, by name, and their nulls on a store's held-out text, and return what was found.
 
-    `model` is loaded when a measure needs it and none is given. A measure that cannot run, because the store holds no
-    text for example, is left out with the reason; the others run.
+    `model`, or what loads it, is the base model; by default it is looked for where the store says. It is loaded when a
+    measure needs it. A measure that cannot run, because the store holds no text for example, is left out with the
+    reason; the others run.
     """
     config = config or EvaluateConfig()
     require(bool(saes), "saes", list(saes), "name at least one SAE")
@@ -198,23 +122,26 @@ def _candidates(name: str, sae: SAE, store: Store, config: EvaluateConfig) -> It
 class _Bench:
     """Runs measures on candidates and keeps their results."""
 
-    def __init__(self, store: Store, directory: Path, model: BaseModel | None, progress: Progress) -> None:
-        self.store, self._directory, self._given, self._progress = store, directory, model, progress
+    def __init__(
+        self, store: Store, directory: Path, model: BaseModel | Callable[[], BaseModel] | None, progress: Progress
+    ) -> None:
+        self.store, self._directory, self._progress = store, directory, progress
+        self._load = model or partial(load_model, store, progress=progress)
         self.cache = layout.evaluation_cache()
 
     @cached_property
     def model(self) -> BaseModel:
         """The model that the store's activations come from, loaded once."""
         self.store.require_text()
-        model = self._given or load_model(self.store, progress=self._progress)
+        model = self._load if isinstance(self._load, BaseModel) else self._load()
         self.store.model.require_same(model.identity, f"the store {self.store.key}", "the model given")
         return model
 
     def measure(self, name: str, config: Any, candidates: Sequence[_Candidate]) -> Json:
         """Return the results of one measure; those that are kept are not measured again."""
-        measure, seconds = MEASURES[name], 0.0
+        measure = MEASURES[name]
         files = {one.name: self._file(name, measure, config, one) for one in candidates}
-        missing = [one for one in candidates if not files[one.name].is_file()]
+        missing = [one for one in candidates if _kept(files[one.name]) is None]
         for some in (missing[start : start + _AT_ONCE] for start in range(0, len(missing), _AT_ONCE)):
             given = {what: getattr(self, what) for what in measure.takes}
             subjects = self._made(some)
@@ -223,7 +150,7 @@ class _Bench:
             seconds = (time.monotonic() - started) / len(some)
             for one, result in zip(some, results, strict=True):
                 write_json(files[one.name], {"result": as_json(result), "seconds": seconds})
-        kept = {name: json.loads(file.read_text(encoding="utf8")) for name, file in files.items()}
+        kept = {name: _kept(file) or {} for name, file in files.items()}
         return {
             "settings": to_dict(config),
             "seconds": sum(one["seconds"] for one in kept.values()),
@@ -245,6 +172,15 @@ class _Bench:
         return self._directory / f"{name}-{canonical_hash(made_from)[:16]}.json"
 
 
+def _kept(file: Path) -> Json | None:
+    """Return a result that was kept; None when there is none, or it cannot be read and has to be measured again."""
+    try:
+        kept: Json = json.loads(file.read_text(encoding="utf8"))
+        return kept if {"result", "seconds"} <= set(kept) else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 def load_model(store: Store, name: str = "", device: str = "auto", progress: Progress = SILENT) -> BaseModel:
     """Load the model that a store's activations come from: where it was then, or from another place."""
     facts = {key: to_dict(store.model)[key] for key in ("name", "revision", "hook", "dtype")}
@@ -260,44 +196,3 @@ def digest_of(sae: SAE) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def as_json(result: Any) -> Any:
-    """Return a result as JSON values: NamedTuples by field, and None for what is not a finite number."""
-    if isinstance(result, tuple) and hasattr(result, "_asdict"):
-        return {name: as_json(value) for name, value in result._asdict().items()}
-    if isinstance(result, Mapping):
-        return {str(name): as_json(value) for name, value in result.items()}
-    if isinstance(result, list | tuple):
-        return [as_json(value) for value in result]
-    if isinstance(result, float) and not math.isfinite(result):
-        return None
-    return to_dict(result)
-
-
-def look_up(result: Json, place: str) -> float | None:
-    """Return the number in a result at a place such as `fve` or `accuracy.5`; None where there is none."""
-    value: Any = result
-    for part in place.split("."):
-        if isinstance(value, list):
-            value = value[int(part)] if int(part) < len(value) else None
-        else:
-            value = value.get(part) if isinstance(value, Mapping) else None
-    return float(value) if isinstance(value, int | float) else None
-
-
-def part_of_the_way(score: float | None, null: float | None, ceiling: float | None) -> float | None:
-    """Return (score − null) / (ceiling − null): 0 for a null, 1 at the ceiling. None where it has no meaning."""
-    if score is None or null is None or ceiling is None or ceiling == null:
-        return None
-    return (score - null) / (ceiling - null)
-
-
-def _ceiling(score: Score, result: Json) -> float | None:
-    return look_up(result, score.ceiling) if isinstance(score.ceiling, str) else score.ceiling
-
-
-def _strongest(nulls: Mapping[str, float | None], ceiling: float | None) -> float | None:
-    """Return the null that is hardest to beat; without a ceiling there is nothing to be near to."""
-    known = [null for null in nulls.values() if null is not None]
-    return min(known, key=lambda null: abs(ceiling - null)) if known and ceiling is not None else None

@@ -23,11 +23,11 @@ from dmsae.disk.files import write_json
 from dmsae.distillation.config import DistillConfig
 from dmsae.distillation.distill import Distillation
 from dmsae.distillation.transfer import Budget
-from dmsae.evaluation.evaluate import as_json
 from dmsae.evaluation.fidelity import fidelity
 from dmsae.evaluation.nulls import NullConfig, NullKind, NullMaker
 from dmsae.evaluation.planted import Planted, PlantedConfig
 from dmsae.evaluation.recovery import CoreRecovery, Ranking, Recovery, rank_features, recover, recover_core
+from dmsae.evaluation.scores import as_json
 from dmsae.experiments.lab import Lab, Start
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.config import CoreMode

@@ -1,0 +1,133 @@
+"""What an evaluation found: results by measure and subject, and every score held against its nulls."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from dmsae import __version__
+from dmsae.config import Json, from_dict, to_dict
+from dmsae.disk import layout
+from dmsae.disk.files import write_json
+from dmsae.errors import CheckpointError, ConfigError
+from dmsae.evaluation.measures import MEASURES, Score
+
+
+class ScoreRow(NamedTuple):
+    """One score of one SAE, beside its nulls."""
+
+    sae: str
+    measure: str
+    figure: str
+    score: float | None
+    nulls: dict[str, float | None]
+    """What each null gets, by kind."""
+    null: float | None
+    """The one to beat: the figure's own, or that of the null subjects which is nearest to the ceiling."""
+    ceiling: float | None
+    part: float | None
+    """Part of the way from null to ceiling: (score − null) / (ceiling − null)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What was measured, as `evaluation.json` holds it."""
+
+    store: str
+    """Key of the store."""
+    model: Json
+    subjects: dict[str, Json]
+    """By name: `digest`, `config`, and for a null `null_of` and `null_kind`."""
+    measures: dict[str, Json]
+    """By name: `settings`, `seconds`, and `results` by subject."""
+    not_run: dict[str, str]
+    """Why a measure did not run."""
+    version: str = __version__
+
+    def saes(self) -> list[str]:
+        """Return the names of the subjects that are no nulls."""
+        return [name for name, subject in self.subjects.items() if not subject["null_of"]]
+
+    def rows(self) -> list[ScoreRow]:
+        """Return every score of every SAE beside its nulls."""
+        return [
+            self._row(sae, measure, score)
+            for measure in self.measures
+            if measure in MEASURES
+            for score in MEASURES[measure].scores
+            for sae in self.saes()
+        ]
+
+    def _row(self, sae: str, measure: str, score: Score) -> ScoreRow:
+        results = self.measures[measure]["results"]
+        nulls = {
+            str(subject["null_kind"]): look_up(results[name], score.figure)
+            for name, subject in self.subjects.items()
+            if subject["null_of"] == sae
+        }
+        value, ceiling = look_up(results[sae], score.figure), _ceiling(score, results[sae])
+        null = look_up(results[sae], score.null) if score.null else _strongest(nulls, ceiling)
+        return ScoreRow(sae, measure, score.figure, value, nulls, null, ceiling, part_of_the_way(value, null, ceiling))
+
+    def save(self, directory: Path) -> None:
+        """Write `evaluation.json`."""
+        scores = [row._asdict() for row in self.rows()]
+        write_json(directory / layout.EVALUATION, {**to_dict(self), "scores": scores})
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Return the evaluation in a directory."""
+        path = directory / layout.EVALUATION
+        try:
+            values: Json = json.loads(path.read_text(encoding="utf8"))
+            del values["scores"]
+            return from_dict(cls, values)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{directory} holds no evaluation. Give the --out directory of a 'dmsae evaluate'."
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+            raise CheckpointError(f"{path} is not an evaluation: {error}. Run 'dmsae evaluate' again.") from error
+
+
+def as_json(result: Any) -> Any:
+    """Return a result as JSON values: NamedTuples by field, and None for what is not a finite number."""
+    if isinstance(result, tuple) and hasattr(result, "_asdict"):
+        return {name: as_json(value) for name, value in result._asdict().items()}
+    if isinstance(result, Mapping):
+        return {str(name): as_json(value) for name, value in result.items()}
+    if isinstance(result, list | tuple):
+        return [as_json(value) for value in result]
+    if isinstance(result, float) and not math.isfinite(result):
+        return None
+    return to_dict(result)
+
+
+def look_up(result: Json, place: str) -> float | None:
+    """Return the number in a result at a place such as `fve` or `accuracy.5`; None where there is none."""
+    value: Any = result
+    for part in place.split("."):
+        if isinstance(value, list):
+            value = value[int(part)] if int(part) < len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def part_of_the_way(score: float | None, null: float | None, ceiling: float | None) -> float | None:
+    """Return (score − null) / (ceiling − null): 0 for a null, 1 at the ceiling. None where it has no meaning."""
+    if score is None or null is None or ceiling is None or ceiling == null:
+        return None
+    return (score - null) / (ceiling - null)
+
+
+def _ceiling(score: Score, result: Json) -> float | None:
+    return look_up(result, score.ceiling) if isinstance(score.ceiling, str) else score.ceiling
+
+
+def _strongest(nulls: Mapping[str, float | None], ceiling: float | None) -> float | None:
+    """Return the null that is hardest to beat; without a ceiling there is nothing to be near to."""
+    known = [null for null in nulls.values() if null is not None]
+    return min(known, key=lambda null: abs(ceiling - null)) if known and ceiling is not None else None
