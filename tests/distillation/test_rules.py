@@ -51,13 +51,13 @@ def test_the_summary_says_what_each_selection_did(run: Path) -> None:
         assert 0 < cycle["row_norms"]["smallest"] <= cycle["row_norms"]["largest"]
 
 
-def test_a_consensus_starts_with_the_sae_of_cycle_0_and_takes_one_pass(
-    planted: Planted, run: Path, tmp_path: Path
-) -> None:
+def test_a_consensus_starts_with_the_sae_of_cycle_0_and_takes_one_pass(planted: Planted, tmp_path: Path) -> None:
     config = replace(CONFIG, rule=DistillRule.CONSENSUS, members=3)
+    distill(CONFIG, planted.store, tmp_path / "cycles")
+    tmp_path /= "consensus"
     agreed = distill(config, planted.store, tmp_path)
     first, other = (SAE.load(tmp_path / "cycle-0" / name) for name in ("sae", "member-1"))
-    assert torch.equal(first.W_dec, SAE.load(run / "cycle-0" / "sae").W_dec)
+    assert torch.equal(first.W_dec, SAE.load(tmp_path.parent / "cycles" / "cycle-0" / "sae").W_dec)
     assert not torch.equal(first.W_dec, other.W_dec)
     assert Core.load(tmp_path).digest() == agreed.distilled.digest()
     assert agreed.distilled.provenance.config["consensus"]["members"] == 3

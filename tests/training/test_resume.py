@@ -104,13 +104,13 @@ def test_killed_again_and_again(tmp_path: Path, whole: dict[str, bytes], checkpo
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_before_it_stops(tmp_path: Path, whole: dict[str, bytes], number: signal.Signals) -> None:
     process = start(tmp_path / "run", checkpoint_seconds=math.inf)
-    wait_for(process, tmp_path / "run", 20)
+    wait_for(process, tmp_path / "run", 5)
     assert process.pid is not None
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == 130
     step = read_state(tmp_path / "run" / CHECKPOINT)["step"]
-    assert 20 <= step < 60
+    assert 5 <= step < 60
     assert n_lines(tmp_path / "run") == step
     assert not (tmp_path / "run" / "core" / "status.json").exists()
     finish(tmp_path / "run", checkpoint_seconds=math.inf)
