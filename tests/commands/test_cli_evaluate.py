@@ -7,6 +7,7 @@ import pytest
 
 from dmsae.cli import main
 from dmsae.disk import layout
+from dmsae.sae.sae import SAE, read_made_from
 from tiny_recipe import write_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,6 +70,11 @@ def test_what_cannot_be_evaluated_is_refused(saes: list[str], capsys: pytest.Cap
     assert "at least two SAEs" in refused(["evaluate", "stability", saes[0]], capsys)
     assert "holds no evaluation" in refused(["evaluate", "compare", saes[0]], capsys)
     assert "holds no core" in refused(["evaluate", "stability", "--cores", *saes], capsys)
+    sae = SAE.load(saes[0])
+    made_from = read_made_from(Path(saes[0]))
+    made_from["model"]["hook"] = "model.layers.1"
+    sae.save(Path("upper"), made_from)
+    assert "The models differ: upper is of" in refused(["evaluate", saes[0], "upper"], capsys)
     assert not Path("evaluation").exists()
 
 

@@ -155,3 +155,14 @@ def test_a_hook_inside_a_block_needs_the_whole_model(tiny_model: Path) -> None:
     x, above = model.activations(tokens), AboveHook(model)
     assert not above.is_short
     assert torch.allclose(above.logits(tokens, x), model.logits(tokens))
+
+
+@pytest.mark.real
+def test_the_real_model_can_be_run_from_its_hook_on(real_model: BaseModel) -> None:
+    tokens = torch.tensor(real_model.tokenizer("The cat sat on the mat because it was")["input_ids"])[None]
+    x, above = real_model.activations(tokens), AboveHook(real_model)
+    with counted_runs(real_model, 3) as below:
+        for _ in range(2):
+            assert torch.allclose(above.logits(tokens, x), real_model.logits(tokens), atol=1e-4)
+    assert above.is_short
+    assert len(below) == 3, "twice for the whole model, once to try"

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from dmsae.activations.identity import ModelIdentity
 from dmsae.activations.store import Store
+from dmsae.config import from_dict
 from dmsae.disk import layout
 from dmsae.distillation.inspection import FoundSAE, find_sae
 from dmsae.distillation.matching import open_store_of
@@ -30,10 +32,17 @@ def _name(directory: Path) -> str:
 
 
 def store_of(found: dict[str, FoundSAE], key: str, root: Path | None) -> Store:
-    """Return the store to evaluate on: the one named, or the one that all SAEs that name one were trained on."""
+    """Return the store to evaluate on: the one named, or the one that all SAEs that name one were trained on.
+
+    SAEs of another model or hook than the store's are refused.
+    """
     named = {one.made_from.get("store") or one.made_from.get("heldout_store") or "" for one in found.values()} - {""}
     if not key and len(named) != 1:
         what = f"The SAEs name {len(named)} stores ({', '.join(sorted(named))})" if named else "No SAE names a store"
         raise ConfigError(f"{what}. Give the one to evaluate on with --store; 'dmsae store list' shows those here.")
     first = next(iter(found.values()))
-    return open_store_of(first.directory, key or named.pop(), root)
+    store = open_store_of(first.directory, key or named.pop(), root)
+    for name, one in found.items():
+        if model := one.made_from.get("model"):
+            from_dict(ModelIdentity, model).require_same(store.model, name, f"the store {store.key}")
+    return store

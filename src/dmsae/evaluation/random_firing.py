@@ -12,6 +12,8 @@ from dmsae.sae.sae import SAE
 from dmsae.seeds import generator
 
 _BATCH = 1024
+_ELEMENTS = 1 << 19
+"""Draws that are made at a time: a few copies of them fit into the cache."""
 
 
 class Firing(NamedTuple):
@@ -69,10 +71,14 @@ class RandomFiring:
     @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
         """Return the activations [..., K]: each latent's mean where it happens to fire."""
-        bits = (x.float() + 0.0).contiguous().view(torch.int32).long()  # −0 is 0
-        hashes = (bits * self._weights_D).sum(-1)
-        drawn = _mixed(hashes[..., None] + self._latents_K)
-        return ((drawn >> 11 & (1 << 53) - 1) < self._chances_K).to(self._means_K) * self._means_K
+        rows = x.reshape(-1, x.shape[-1]).float() + 0.0  # −0 is 0
+        hashes = (rows.view(torch.int32).long() * self._weights_D).sum(-1)
+        f = self._means_K.new_zeros(len(rows), self.config.width)
+        size = max(1, _ELEMENTS // self.config.width)
+        for some, out in zip(hashes.split(size), f.split(size), strict=True):
+            drawn = _mixed(some[:, None] + self._latents_K)
+            torch.mul((drawn >> 11 & (1 << 53) - 1) < self._chances_K, self._means_K, out=out)
+        return f.view(*x.shape[:-1], self.config.width)
 
     def decode(self, f: Tensor, prefix: int | None = None) -> Tensor:
         """Return the reconstruction [..., D] from one prefix or all latents."""
