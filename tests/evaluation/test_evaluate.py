@@ -16,6 +16,7 @@ from dmsae.activations.harvest import harvest
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.store import Store
 from dmsae.disk import layout
+from dmsae.disk.artifact import write_sealed
 from dmsae.errors import BusyError, CheckpointError, ConfigError, StoreError
 from dmsae.evaluation.evaluate import EvaluateConfig, digest_of, evaluate, load_model
 from dmsae.evaluation.measures import MEASURES, Measure, Score
@@ -148,8 +149,12 @@ def test_an_evaluation_can_be_read_again(asked: list[list[str]], store: Store, t
     assert written["store"] == store.key
     with pytest.raises(CheckpointError, match="holds no evaluation"):
         Evaluation.load(tmp_path)
-    (tmp_path / "out" / layout.EVALUATION).write_text("{}")
-    with pytest.raises(CheckpointError, match="is not an evaluation"):
+    path = tmp_path / "out" / layout.EVALUATION
+    path.write_text(path.read_text().replace('"size": 5.0', '"size": 6.0'))
+    with pytest.raises(CheckpointError, match="Run 'dmsae evaluate' again"):
+        Evaluation.load(tmp_path / "out")
+    write_sealed(path, {"store": "abc"})
+    with pytest.raises(CheckpointError, match="is not an evaluation: Evaluation needs model"):
         Evaluation.load(tmp_path / "out")
 
 

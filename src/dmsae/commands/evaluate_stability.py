@@ -43,14 +43,14 @@ def evaluate_stability(
         root: Directory of stores.
     """
     from dmsae.config import to_dict
-    from dmsae.disk.files import write_json
+    from dmsae.disk.artifact import write_sealed
     from dmsae.evaluation.scores import as_json
     from dmsae.evaluation.stability import StabilityConfig
 
     config = StabilityConfig(min_cosine=min_cosine, seed=seed)
     pairs = _compare_cores(places, config) if cores else _compare_saes(places, config, store, root)
     kind = "cores" if cores else "saes"
-    write_json(out / layout.STABILITY, {"kind": kind, "settings": to_dict(config), "pairs": as_json(pairs)})
+    write_sealed(out / layout.STABILITY, {"kind": kind, "settings": to_dict(config), "pairs": as_json(pairs)})
     printed.print(f"Everything is in {out / layout.STABILITY}.")
 
 

@@ -8,7 +8,6 @@ on any SAE is kept in the cache directory and shared by all evaluations.
 """
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,9 @@ from dmsae.activations.base_model import BaseModel, ModelConfig
 from dmsae.activations.store import Store
 from dmsae.config import Json, from_dict, require, to_dict
 from dmsae.disk import layout
-from dmsae.disk.files import canonical_hash, exclusive_lock, write_json
-from dmsae.errors import ConfigError, DmsaeError, nearest
+from dmsae.disk.artifact import read_sealed, write_sealed
+from dmsae.disk.files import canonical_hash, exclusive_lock
+from dmsae.errors import CheckpointError, ConfigError, DmsaeError, nearest
 from dmsae.evaluation.measures import MEASURES, Measure
 from dmsae.evaluation.nulls import NullConfig, NullKind, NullMaker
 from dmsae.evaluation.scores import Evaluation, as_json
@@ -149,7 +149,7 @@ class _Bench:
             results = measure.function(subjects, **given, config=config, progress=self._progress)
             seconds = (time.monotonic() - started) / len(some)
             for one, result in zip(some, results, strict=True):
-                write_json(files[one.name], {"result": as_json(result), "seconds": seconds})
+                write_sealed(files[one.name], {"result": as_json(result), "seconds": seconds})
         kept = {name: _kept(file) or {} for name, file in files.items()}
         return {
             "settings": to_dict(config),
@@ -173,11 +173,10 @@ class _Bench:
 
 
 def _kept(file: Path) -> Json | None:
-    """Return a result that was kept; None when there is none, or it cannot be read and has to be measured again."""
+    """Return a result that was kept; None when there is none, or it is damaged and has to be measured again."""
     try:
-        kept: Json = json.loads(file.read_text(encoding="utf8"))
-        return kept if {"result", "seconds"} <= set(kept) else None
-    except (OSError, ValueError, TypeError):
+        return read_sealed(file)
+    except CheckpointError:
         return None
 
 

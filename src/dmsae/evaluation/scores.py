@@ -1,6 +1,5 @@
 """What an evaluation found: results by measure and subject, and every score held against its nulls."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple, Self
 from dmsae import __version__
 from dmsae.config import Json, from_dict, to_dict
 from dmsae.disk import layout
-from dmsae.disk.files import write_json
+from dmsae.disk.artifact import read_sealed, write_sealed
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.evaluation.measures import MEASURES, Score
 
@@ -74,22 +73,20 @@ class Evaluation:
     def save(self, directory: Path) -> None:
         """Write `evaluation.json`."""
         scores = [row._asdict() for row in self.rows()]
-        write_json(directory / layout.EVALUATION, {**to_dict(self), "scores": scores})
+        write_sealed(directory / layout.EVALUATION, {**to_dict(self), "scores": scores})
 
     @classmethod
     def load(cls, directory: Path) -> Self:
         """Return the evaluation in a directory."""
         path = directory / layout.EVALUATION
+        if not path.is_file():
+            raise CheckpointError(f"{directory} holds no evaluation. Give the --out directory of a 'dmsae evaluate'.")
+        values = read_sealed(path, "Run 'dmsae evaluate' again.")
+        values.pop("scores", None)
         try:
-            values: Json = json.loads(path.read_text(encoding="utf8"))
-            del values["scores"]
             return from_dict(cls, values)
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{directory} holds no evaluation. Give the --out directory of a 'dmsae evaluate'."
-            ) from None
-        except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
-            raise CheckpointError(f"{path} is not an evaluation: {error}. Run 'dmsae evaluate' again.") from error
+        except ConfigError as error:
+            raise CheckpointError(f"{path} is not an evaluation: {error} Run 'dmsae evaluate' again.") from error
 
 
 def as_json(result: Any) -> Any:
