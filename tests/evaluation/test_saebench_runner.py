@@ -241,3 +241,10 @@ def test_the_worker_passes_on_bars_and_nothing_else() -> None:
         tee.write(text)
     assert [Event.of(line).text for line in channel.getvalue().splitlines()] == ["Reconstruction Batches 1/6"]
     assert log.getvalue().startswith("UserWarning")
+
+
+def test_a_data_set_here_is_found_from_elsewhere(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text").mkdir()
+    monkeypatch.chdir(tmp_path)
+    summary = bench.run("core", changes={"core": {"dataset": "text"}})
+    assert summary.settings["core"]["dataset"] == str(tmp_path / "text")

@@ -255,9 +255,8 @@ BELOW_HOOK = ("absorption", "sparse_probing_sae_probes")
 
 
 def _activations(call: Call) -> Json:
-    """Return where activations of the Hub's data sets go; they are large, and kept only if they are used again."""
-    place = call.shared(*call.job.settings)
-    return {"artifacts_path": str(place), "save_activations": len(call.job.saes) > 1}
+    """Return where activations of the Hub's data sets go; they are large, and saved only if they are used again."""
+    return {"artifacts_path": str(call.job.activations()), "save_activations": len(call.job.saes) > 1}
 
 
 def _remove_broken(directory: Path) -> None:

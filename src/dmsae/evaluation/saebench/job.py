@@ -87,12 +87,12 @@ class Job:
 
     def key(self, sae: JobSAE) -> str:
         """Return a hash of all that the result of an SAE depends on."""
-        return canonical_hash([sae.digest, self.shared_key()])
-
-    def shared_key(self) -> str:
-        """Return a hash of all that results depend on beside the SAE."""
         how = [self.how.dtype, self.how.seed, self.how.prepend_bos, str(self.how.data)]
-        return canonical_hash([self.eval, self.settings, self.model.digest, self.model.layer, *how])
+        return canonical_hash([sae.digest, self.eval, self.settings, self.model.digest, self.model.layer, *how])
+
+    def activations(self) -> Path:
+        """Return where activations are kept while several SAEs are evaluated; they are too large to keep longer."""
+        return self.out / layout.UNFINISHED / "activations"
 
     def result(self, sae: JobSAE) -> Path:
         """Return where the package's plotting expects the result of an SAE."""

@@ -50,6 +50,8 @@ def run_saebench(
     python = find_python(environment)
     evals = require_evals(evals)
     settings = settings_of(evals, small, changes)
+    for chosen in settings.values():
+        chosen |= {name: _absolute(chosen[name]) for name in ("dataset", "dataset_name") if name in chosen}
     _require_saes(saes)
     out = out.absolute()
     if wrong := routed_by(str(out)):
@@ -70,6 +72,11 @@ def run_saebench(
             summary.outcomes.extend(_run(job, python, progress))
             summary.save(out)
     return summary
+
+
+def _absolute(dataset: str) -> str:
+    """Return a data set as the worker finds it, which has another current directory; the name of one stays."""
+    return str(Path(dataset).absolute()) if Path(dataset).is_dir() else dataset
 
 
 def _require_saes(saes: Sequence[JobSAE]) -> None:

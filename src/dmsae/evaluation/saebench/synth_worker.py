@@ -16,6 +16,8 @@ from dmsae.config import Json, from_dict, to_dict
 from dmsae.cores.attribution import Attribution, CandidateCodes
 from dmsae.cores.controls import core_by_rule, random_detectors
 from dmsae.cores.core import Core, Provenance
+from dmsae.disk import layout
+from dmsae.disk.files import exclusive_lock
 from dmsae.errors import DmsaeError
 from dmsae.evaluation.nulls import NullKind, NullMaker
 from dmsae.evaluation.saebench.job import Event
@@ -280,7 +282,9 @@ def main(arguments: list[str]) -> int:
     try:
         values: Mapping[str, Any] = json.loads(Path(arguments[0]).read_text(encoding="utf8"))
         job = from_dict(SynthJob, values)
-        Benchmark(job, events).run().save(job.result())
+        with exclusive_lock(job.cache / layout.LOCK, "The place of synthetic models"):
+            benchmark = Benchmark(job, events)
+        benchmark.run().save(job.result())
     except DmsaeError as error:
         events.say(Event("refused", text=str(error)))
         return 2

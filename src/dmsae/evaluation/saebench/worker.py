@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from dmsae.config import Json
 from dmsae.disk import layout
-from dmsae.disk.files import write_json
+from dmsae.disk.files import exclusive_lock, write_json
 from dmsae.errors import BenchmarkError, DmsaeError, first_line
 from dmsae.evaluation.saebench.job import Event, Job, JobSAE
 from dmsae.evaluation.saebench.results import is_kept
@@ -67,7 +67,9 @@ def main(arguments: list[str]) -> int:
     """Run the job in a file, and return the exit status."""
     events = take_standard_output()
     try:
-        Worker(Job.read(Path(arguments[0])), events).run()
+        job = Job.read(Path(arguments[0]))
+        with exclusive_lock(job.cache / job.eval / layout.LOCK, f"What {job.eval} shares between SAEs"):
+            Worker(job, events).run()
     except DmsaeError as error:
         events.say(Event("refused", text=str(error)))
         return 2
@@ -102,6 +104,7 @@ class Worker:
 
         self._events.say(Event("ready", text=f"SAEBench {self._versions['sae-bench']}"))
         lacking = missing(self.job, self._model_name)
+        shutil.rmtree(self._unfinished, ignore_errors=True)  # a killed worker may have left it torn
         with loaded_once(self.job.model.layer + 1 if self.job.eval in BELOW_HOOK else None):
             for sae in self.job.saes:
                 if is_kept(self.job, sae):
