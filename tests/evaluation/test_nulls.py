@@ -79,6 +79,17 @@ def test_a_null_fires_as_often_in_the_core_and_outside(
     assert torch.equal(made.encode(x), again.encode(x))
 
 
+@pytest.mark.parametrize(("bias", "rate"), [(1e4, 1.0), (7.0, None), (-1e4, 0.0)])
+def test_a_core_that_is_on_most_of_the_time_has_a_null_that_is(bias: float, rate: float | None, store: Store) -> None:
+    sae = sae_with(DenseCore(5, 4))
+    sae.b_enc[:5] = bias
+    ours, null = figures(sae, store, None), figures(sae, store, NullKind.UNTRAINED)
+    assert rate is None or ours.l0_core == 5 * rate
+    assert rate is not None or 3 < ours.l0_core < 5
+    assert null.l0_core == pytest.approx(ours.l0_core, rel=2e-3)
+    assert null.l0_noncore == pytest.approx(ours.l0_noncore, rel=2e-3)
+
+
 def test_an_untrained_null_is_tied_and_unlike_the_sae(store: Store) -> None:
     sae = sae_with(DenseCore(5, 4))
     null, other = (NullMaker(sae, store, NullConfig(seed=seed)).make(NullKind.UNTRAINED) for seed in (0, 1))

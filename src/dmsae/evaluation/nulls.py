@@ -26,18 +26,23 @@ from dmsae.sae.config import SAEConfig, SparseCore
 from dmsae.sae.sae import SAE
 from dmsae.seeds import generator
 
-_VERSION = 1
+_VERSION = 2
 """Raise it when the same settings make other nulls than before: what was measured on them is then measured again."""
 _BATCH = 1024
 _DROPPED_BITS = 12
 """Of a float32's bits, those that a histogram ignores: what is left tells apart values 0.05 % from each other."""
+_HALF = 1 << (31 - _DROPPED_BITS)
+"""Bins of the histogram for numbers of one sign."""
+_LARGEST = 0x7F7FFFFF >> _DROPPED_BITS
+"""The bin of the largest finite number."""
 
 
 class NullKind(StrEnum):
     """What a null shares with the SAE that it stands in for."""
 
     UNTRAINED = "untrained"
-    """Shape and L0: random unit rows for encoder and decoder, as before training; thresholds set to fire as often."""
+    """Shape and L0: random unit rows for encoder and decoder, as before training; thresholds, or for latents that are
+    on most of the time biases, set so that it fires as often."""
     RANDOM_ENCODER = "random_encoder"
     """Shape and L0: the encoder of the untrained one, frozen, with a decoder fitted to it by ridge regression."""
     PERMUTED_DECODER = "permuted_decoder"
@@ -108,8 +113,9 @@ class NullMaker:
         sae.b_dec.copy_(self._sample.mean(0))
         for part in (slice(0, n_core), slice(n_core, config.width)):
             if part.start < part.stop:
-                l0 = float(self._firing.rates_K[part].sum())
-                sae.threshold[part] = threshold_for(l0, sae, part, self._store)
+                cut = cut_for(float(self._firing.rates_K[part].sum()), sae, part, self._store)
+                # Activations are positive: where more has to fire than is, a bias lifts it above 0.
+                sae.threshold[part], sae.b_enc[part] = max(cut, 0.0), max(-cut, 0.0)
         return sae.to(self._sae.W_dec)
 
     @torch.no_grad()
@@ -140,25 +146,28 @@ def shape_of(config: SAEConfig) -> SAEConfig:
 
 
 @torch.no_grad()
-def threshold_for(l0: float, sae: SAE, part: slice, store: Store) -> float:
-    """Return the one threshold with which some latents of an SAE have a given L0 on held-out activations.
+def cut_for(l0: float, sae: SAE, part: slice, store: Store) -> float:
+    """Return the number above which pre-activations of some latents lie so often that their L0 is the one given.
 
-    It is found from a histogram of their pre-activations, in one pass and without keeping them.
+    It is found from a histogram over all held-out activations, in one pass and without keeping them.
     """
-    n_bins = 1 << (31 - _DROPPED_BITS)
-    counts = torch.zeros(n_bins, dtype=torch.int64)
+    counts = torch.zeros(2 * _HALF, dtype=torch.int64)
     n_tokens = 0
     for batch in store.batches(Split.HELDOUT, _BATCH):
-        pre_BK = torch.addmm(sae.b_enc[part], sae.encoder_input(batch["x"]), sae.W_enc[part].T).clamp_(min=0)
-        # The bits of positive floats, read as whole numbers, rise with their values.
-        keys = pre_BK.flatten().view(torch.int32) >> _DROPPED_BITS
-        counts += torch.bincount(keys, minlength=n_bins)
+        pre_BK = torch.addmm(sae.b_enc[part], sae.encoder_input(batch["x"]), sae.W_enc[part].T)
+        keys = _in_order(pre_BK.flatten().view(torch.int32)) >> _DROPPED_BITS
+        counts += torch.bincount(keys + _HALF, minlength=2 * _HALF)
         n_tokens += len(pre_BK)
-    counts[0] = 0  # what is not positive never fires
     at_least = counts.flip(0).cumsum(0).flip(0)
-    lowest = int((at_least.double() - l0 * n_tokens).abs().argmin())
-    edge = torch.tensor(lowest << _DROPPED_BITS, dtype=torch.int32).view(torch.float32)
-    return float(torch.nextafter(edge, torch.tensor(0.0)))
+    off = (at_least.double() - l0 * n_tokens).abs()
+    lowest = min(int((off == off.min()).nonzero()[-1]) - _HALF, _LARGEST)
+    edge = _in_order(torch.tensor(lowest << _DROPPED_BITS, dtype=torch.int32)).view(torch.float32)
+    return float(torch.nextafter(edge, torch.tensor(-math.inf)))
+
+
+def _in_order(bits: Tensor) -> Tensor:
+    """Return the bits of floats, read as whole numbers, so that they rise with their values; twice is as before."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @torch.no_grad()
