@@ -57,7 +57,7 @@ class NullConfig:
 
     seed: int = 0
     """Decides random rows, permutations and random firing."""
-    fit_tokens: int = 65_536
+    fit_tokens: int = 32_768
     """Training activations to which the decoder of a random encoder is fitted, at most."""
     ridge: float = 0.1
     """Penalty on the squared decoder, as a share of the mean squared activation of a latent."""
