@@ -1,5 +1,10 @@
-"""Attacks on running processes: kills, full disks, and several at once. Each is a fork that does one job."""
+"""Attacks on running processes: kills, full disks, and several at once. Each is a process that does one job.
 
+They are forked from a server that has imported everything and run nothing: a fork of a process in which torch has used
+its threads may wait for them for ever.
+"""
+
+import multiprocessing
 import os
 import random
 import resource
@@ -9,13 +14,18 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from attack.scene import Job, Scene, contents
+import torch
+
+from attack.scene import Scene, contents
 from attack.tally import Outcome, Tally
 from dmsae.errors import BusyError, DmsaeError
 
 _DONE, _TYPED, _UNTYPED, _BUSY = 0, 2, 3, 4
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["attack.processes", "torch._dynamo", "pytest"])
 _SECONDS = 120.0
 """How long one job may take, many times what it needs."""
 
@@ -24,7 +34,7 @@ def whole(scene: Scene, name: str, scratch: Path) -> dict[str, bytes]:
     """Return what a job leaves that nothing disturbs."""
     place = scratch / f"whole-{name}"
     if not place.exists():
-        _wait(_start(scene.jobs()[name], place, scratch / "message"))
+        _wait(_start(scene, name, place, scratch / "message"))
     return contents(place)
 
 
@@ -35,42 +45,42 @@ def attack_by_kills(scene: Scene, name: str, scratch: Path, draws: random.Random
     for attempt in range(at_most + 1):
         lives = attempt == at_most
         at_save = draws.randrange(1, 12) if not lives and draws.random() < 0.5 else None
-        pid = _start(scene.jobs()[name], place, scratch / "message", _dying(at_save))
+        process = _start(scene, name, place, scratch / "message", _dying(at_save))
         if not lives and at_save is None:
             time.sleep(draws.uniform(0.0, 1.0))
-            os.kill(pid, signal.SIGKILL)
-        status = _wait(pid)
-        n_kills += os.WIFSIGNALED(status)
-        if not os.WIFSIGNALED(status):
+            process.kill()
+        code = _wait(process)
+        n_kills += code < 0
+        if code >= 0:
             break
     tally.n_kills += n_kills
     if n_kills:
-        _judge(f"{name}, killed", status, place, expected, scratch, tally, f"after {n_kills} kills")
+        _judge(f"{name}, killed", code, place, expected, scratch, tally, f"after {n_kills} kills")
 
 
 def attack_by_full_disk(scene: Scene, name: str, scratch: Path, draws: random.Random, tally: Tally) -> None:
     """Let no file become larger than some size; then lift the limit and run the same job again."""
     place, expected = _fresh(scratch / "full"), whole(scene, name, scratch)
     limit = draws.choice([0, 5, 100, 1000, 5000, 20_000, 60_000])
-    status = _wait(_start(scene.jobs()[name], place, scratch / "message", lambda: _limit_files(limit)))
+    code = _wait(_start(scene, name, place, scratch / "message", partial(_limit_files, limit)))
     message = _message(scratch)
-    if os.waitstatus_to_exitcode(status) == _TYPED:
+    if code == _TYPED:
         outcome = Outcome.DETECTED if str(scratch) in message else Outcome.UNNAMED
         tally.add(f"{name}, full disk", outcome, message)
-    elif os.waitstatus_to_exitcode(status) != _DONE:
+    elif code != _DONE:
         tally.add(f"{name}, full disk", Outcome.UNTYPED, message)
-    status = _wait(_start(scene.jobs()[name], place, scratch / "message"))
-    _judge(f"{name}, after a full disk", status, place, expected, scratch, tally, f"limit {limit}")
+    code = _wait(_start(scene, name, place, scratch / "message"))
+    _judge(f"{name}, after a full disk", code, place, expected, scratch, tally, f"limit {limit}")
 
 
 def attack_by_race(scene: Scene, name: str, scratch: Path, draws: random.Random, tally: Tally) -> None:
     """Let several processes do the same job in the same place: one does it, the others are told so."""
     place, expected = _fresh(scratch / "raced"), whole(scene, name, scratch)
-    pids = []
+    processes = []
     for index in range(3):
-        pids.append(_start(scene.jobs()[name], place, scratch / f"message-{index}"))
+        processes.append(_start(scene, name, place, scratch / f"message-{index}"))
         time.sleep(draws.uniform(0, 0.2))
-    codes = [os.waitstatus_to_exitcode(_wait(pid)) for pid in pids]
+    codes = [_wait(process) for process in processes]
     if not set(codes) <= {_DONE, _BUSY} or _DONE not in codes:
         messages = " ".join((scratch / f"message-{index}").read_text() for index in range(3))
         tally.add(f"{name}, three at once", Outcome.UNTYPED, messages)
@@ -80,10 +90,10 @@ def attack_by_race(scene: Scene, name: str, scratch: Path, draws: random.Random,
 
 
 def _judge(
-    kind: str, status: int, place: Path, expected: dict[str, bytes], scratch: Path, tally: Tally, example: str
+    kind: str, code: int, place: Path, expected: dict[str, bytes], scratch: Path, tally: Tally, example: str
 ) -> None:
     """Count a job that was disturbed: it must have ended, with the same bytes as one that was not."""
-    if os.waitstatus_to_exitcode(status) != _DONE:
+    if code != _DONE:
         tally.add(kind, Outcome.UNTYPED, f"{example}: {_message(scratch)}")
         return
     found = contents(place)
@@ -91,13 +101,20 @@ def _judge(
     tally.add(kind, Outcome.SILENT if unlike else Outcome.HARMLESS, f"{example}: {unlike}")
 
 
-def _start(job: Job, place: Path, message: Path, prepare: Callable[[], object] | None = None) -> int:
-    """Start a job in a process of its own, and return its number; how it ended is its exit code and a message."""
-    pid = os.fork()
-    if pid:
-        return pid
+def _start(
+    scene: Scene, name: str, place: Path, message: Path, prepare: Callable[[], object] | None = None
+) -> BaseProcess:
+    """Start a job in a process of its own; how it ended is its exit code and a message."""
+    process = _SERVER.Process(target=_work, args=(scene, name, place, message, prepare))
+    process.start()
+    return process
+
+
+def _work(scene: Scene, name: str, place: Path, message: Path, prepare: Callable[[], object] | None) -> None:
+    """Do a job, and leave with an exit code that says how it ended."""
     code = _UNTYPED
     try:
+        torch.set_num_threads(1)
         descriptor = os.open(message, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
@@ -106,7 +123,7 @@ def _start(job: Job, place: Path, message: Path, prepare: Callable[[], object] |
         try:
             if prepare is not None:
                 prepare()
-            job(place)
+            scene.jobs()[name](place)
             code = _DONE
         except BusyError as error:
             code, text = _BUSY, str(error)
@@ -120,16 +137,14 @@ def _start(job: Job, place: Path, message: Path, prepare: Callable[[], object] |
         os._exit(code)
 
 
-def _wait(pid: int) -> int:
-    """Return how a process ended; one that does not end is killed."""
-    deadline = time.monotonic() + _SECONDS
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return status
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    return os.waitpid(pid, 0)[1]
+def _wait(process: BaseProcess) -> int:
+    """Return the exit code of a process, negative for a signal; one that does not end is killed."""
+    process.join(_SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    assert process.exitcode is not None
+    return process.exitcode
 
 
 def _dying(at_save: int | None) -> Callable[[], None] | None:
