@@ -48,6 +48,13 @@ def test_names_say_what_an_sae_is(directory: str, name: str, method: str, k: int
     assert found.scores["fidelity.fve_prefixes.0"] == pytest.approx(0.4)
 
 
+def test_a_name_without_k_leaves_it_to_the_sae() -> None:
+    made = evaluation({"msae-s1": (30.0, 0.8)})
+    made.subjects["msae-s1"]["config"]["k"] = 32
+    (found,) = members_of({"out": made})
+    assert (found.method, found.k, found.seed) == ("msae", 32, 1)
+
+
 def test_evaluations_on_different_text_are_not_compared() -> None:
     with pytest.raises(ConfigError, match="of 2 stores"):
         members_of({"a": evaluation({"x": (1, 1)}, "one"), "b": evaluation({"x": (1, 1)}, "other")})

@@ -1,9 +1,10 @@
 """Many SAEs and seeds in one table: spread, paired differences with intervals, and curves against measured L0.
 
-An SAE's seed is the number after `seed` or `s` in its name, or in that of its evaluation's directory; `k` likewise.
-What is left of the name is its method: `msae-k40-s1` is seed 1 of the method `msae` at k = 40. Differences are taken
-seed by seed, so what seeds have in common cancels, and with the baseline either at the same k or at the same *measured*
-L0, on the line through the baseline's neighbouring points. Nothing is extrapolated.
+An SAE's seed is the number after `seed` or `s` in its name, or in that of its evaluation's directory. `k` is found in
+the same way; where neither has it, it is the SAE's own. What is left of the name is the method: `msae-k40-s1` is seed 1
+of the method `msae` at k = 40. Differences are taken seed by seed, so what seeds have in common cancels, and with the
+baseline either at the same k or at the same *measured* L0, on the line through the baseline's neighbouring points.
+Nothing is extrapolated.
 """
 
 import math
@@ -111,7 +112,7 @@ def _member(directory: str, sae: str, evaluation: Evaluation) -> Member:
     method = re.sub(r"([-_/. ])[-_/. ]+", r"\1", _K.sub("", _SEED.sub("", sae))).strip("-_/. ")
     return Member(
         method or sae,
-        _number(_K, sae, directory),
+        _number(_K, sae, directory) or evaluation.subjects[sae]["config"].get("k"),
         _number(_SEED, sae, directory),
         next((l0 for l0 in l0s if l0 is not None), None),
         {f"{row.measure}.{row.figure}": row.score for row in rows if row.score is not None},
