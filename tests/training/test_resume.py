@@ -33,8 +33,8 @@ def work(directory: Path, deaf: bool, changes: dict[str, Any]) -> None:
     """Train two SAEs on two threads; what a new process runs."""
     torch.set_num_threads(2)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 (as long as the process)
-    if deaf:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Whoever runs the tests may ignore SIGINT, as a shell does for what it starts in the background.
+    signal.signal(signal.SIGINT, signal.SIG_IGN if deaf else signal.default_int_handler)
     specs = [SAESpec("plain", small_sae()), SAESpec("core", small_sae(DENSE), CORE)]
     try:
         trainer(directory, *specs, **{"log_every": 1} | changes).run()
