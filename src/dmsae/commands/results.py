@@ -52,14 +52,18 @@ def print_results(results: list[TrainResult], store: Store) -> None:
 
 def print_prices(rows: Sequence[Priced]) -> None:
     """Print what keeping each core costs at its measured L0."""
-    table = plain_table("sae", "kept", "attribution", "L0", "FVE", "free", "price", "prefix 0", "free", "price")
+    table = plain_table(
+        "sae", "kept", "attribution", "L0", "FVE", "free", "price", "prefix 0", "free", "price", "loss", "free", "price"
+    )
     for name, price in rows:
         share = "–" if price.attribution_share is None else f"{100 * price.attribution_share:.0f} %"
         full = (number(price.fve), number(price.fve_unconstrained), number(price.price))
         first = (number(price.fve_prefix0), number(price.fve_prefix0_unconstrained), number(price.price_prefix0))
-        table.add_row(name, str(price.n_kept), share, number(price.l0, 1), *full, *first)
+        loss = (number(price.loss), number(price.loss_unconstrained), number(price.price_loss))
+        table.add_row(name, str(price.n_kept), share, number(price.l0, 1), *full, *first, *loss)
     out.print(table)
-    out.print("Price: how much more an SAE explains that keeps nothing, at the same measured L0 and size of prefix 0.")
+    out.print("Price: how much more an SAE explains that keeps nothing, at the same measured L0 and size of prefix 0;")
+    out.print("of the loss, how many nats better the model predicts with that SAE in place.")
     for name, price in rows:
         if price.note:
             out.print(f"{name}: {price.note}")

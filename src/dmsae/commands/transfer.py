@@ -21,7 +21,7 @@ from dmsae.cores.norms import with_norm
 from dmsae.disk import layout
 from dmsae.disk.files import write_json
 from dmsae.distillation.matching import open_store_of, warn_of_other_starts
-from dmsae.distillation.prices import held, prices
+from dmsae.distillation.prices import held, next_token_losses, prices
 from dmsae.distillation.rules import cores_by_rule
 from dmsae.distillation.survivors import survivors
 from dmsae.distillation.transfer import TransferConfig, transfer
@@ -98,7 +98,8 @@ def _print_prices(command: TransferCommand, cores: dict[str, Core], results: lis
     known = [held(command.core, core) for core in cores.values()]
     norm = command.config.core_norm
     shares = [one._replace(core=with_norm(one.core, norm)) for one in known if one is not None]
-    rows = prices(results, store, shares)
+    losses = next_token_losses(results, store, command.config.train.device, TERMINAL)
+    rows = prices(results, store, shares, losses)
     write_json(command.out / layout.PRICES, {name: price._asdict() for name, price in rows})
     out.print()
     print_prices(rows)

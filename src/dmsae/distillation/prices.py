@@ -1,6 +1,6 @@
 """What keeping a core costs in each SAE of a transfer, against its unconstrained SAEs at the same measured L0."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +11,11 @@ from dmsae.cores.attribution import Attribution
 from dmsae.cores.core import Core
 from dmsae.disk import layout
 from dmsae.distillation.inspection import sae_of
-from dmsae.errors import CheckpointError, ConfigError
+from dmsae.errors import CheckpointError, ConfigError, DmsaeError
 from dmsae.evaluation.fidelity import kept_fidelity
+from dmsae.evaluation.kept_loss import kept_losses
 from dmsae.evaluation.price import Point, Price, attribution_share, price, require_matched
+from dmsae.progress import SILENT, Progress
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.sae import SAE
 from dmsae.training.result import TrainResult, TrainState
@@ -44,17 +46,23 @@ def held(place: Path, core: Core) -> Held | None:
     return Held(core, attribution_share(core, Attribution.load(here)))
 
 
-def prices(results: Sequence[TrainResult], store: Store, known: Sequence[Held] = ()) -> list[Priced]:
+def prices(
+    results: Sequence[TrainResult],
+    store: Store,
+    known: Sequence[Held] = (),
+    losses: Mapping[str, float] | None = None,
+) -> list[Priced]:
     """Return the price of the core in every SAE that carries one; nothing when no unconstrained SAE stands beside them.
 
     `known` are cores whose share of the attribution is known; an SAE that carries one is told by its frozen rows.
+    `losses` are the next-token losses of the SAEs, by name (see `next_token_losses`).
     """
     finished = [result for result in results if result.state is TrainState.FINISHED]
     saes = {result.name: SAE.load(result.directory) for result in finished}
     points = {}
     for result in finished:
         if (figures := kept_fidelity(result.directory, store)) is not None:
-            points[result.name] = Point.of(figures)
+            points[result.name] = Point.of(figures, (losses or {}).get(result.name))
     free = {name: points[name] for name in points if not saes[name].config.core}
     if not any(_matches(saes[name].config, one.config) for name in free for one in saes.values()):
         return []
@@ -66,6 +74,19 @@ def prices(results: Sequence[TrainResult], store: Store, known: Sequence[Held] =
         beside = [point for other, point in free.items() if _matches(saes[other].config, sae.config)]
         priced.append(Priced(name, price(kept, beside, sae.config.n_core, _share(sae, known))))
     return priced
+
+
+def next_token_losses(
+    results: Sequence[TrainResult], store: Store, device: str = "auto", progress: Progress = SILENT
+) -> dict[str, float]:
+    """Return the loss of the model with each SAE in place, by name; nothing, and why, when the model cannot run."""
+    finished = {result.directory: result.name for result in results if result.state is TrainState.FINISHED}
+    try:
+        measured = kept_losses(list(finished), store, device, progress)
+    except DmsaeError as error:
+        progress.note(f"No next-token loss: {error}")
+        return {}
+    return {finished[directory]: figures.ce for directory, figures in measured.items()}
 
 
 def _share(sae: SAE, known: Sequence[Held]) -> float | None:

@@ -29,11 +29,18 @@ class Point(NamedTuple):
     """Fraction of the variance explained by the full reconstruction."""
     fve_prefix0: float
     """The same for the smallest prefix, which includes the core."""
+    loss: float | None = None
+    """Next-token loss of the model with the reconstruction in place, in nats; None when it was not measured."""
 
     @classmethod
-    def of(cls, figures: Fidelity) -> Self:
+    def of(cls, figures: Fidelity, loss: float | None = None) -> Self:
         """Return the point of an SAE whose fidelity was measured."""
-        return cls(figures.l0_core + figures.l0_noncore, figures.fve, figures.fve_prefixes[0])
+        return cls(figures.l0_core + figures.l0_noncore, figures.fve, figures.fve_prefixes[0], loss)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all figures that there are can be used."""
+        return all(math.isfinite(value) for value in self if value is not None)
 
 
 class Price(NamedTuple):
@@ -53,6 +60,11 @@ class Price(NamedTuple):
     fve_prefix0: float
     fve_prefix0_unconstrained: float | None
     price_prefix0: float | None
+    loss: float | None = None
+    """Next-token loss with the reconstruction in place, in nats."""
+    loss_unconstrained: float | None = None
+    price_loss: float | None = None
+    """How many nats the model predicts worse because the core is kept; below 0, better."""
     note: str = ""
     """Why there is no price, or what was left out."""
 
@@ -63,10 +75,13 @@ def price(kept: Point, unconstrained: Sequence[Point], n_kept: int, attribution_
     Their FVE is interpolated linearly in L0, never extrapolated. FVE grows more slowly the larger L0 is, so between
     distant points the interpolated value, and with it the price, is too low: train neighbours close by on both sides.
     """
-    usable = [point for point in unconstrained if all(map(math.isfinite, point))]
-    fve, fve_prefix0, note = None, None, _obstacle(kept, usable)
+    usable = [point for point in unconstrained if point.finite]
+    fve, fve_prefix0, loss, note = None, None, None, _obstacle(kept, usable)
     if not note:
-        fve, fve_prefix0 = interpolated(kept.l0, usable)
+        fve, fve_prefix0 = interpolated(kept.l0, [point[:3] for point in usable])
+        losses = [(point.l0, point.loss) for point in usable if point.loss is not None]
+        if kept.loss is not None and len(losses) == len(usable):
+            (loss,) = interpolated(kept.l0, losses)
         note = _left_out(len(unconstrained) - len(usable), len(unconstrained))
     return Price(
         n_kept=n_kept,
@@ -78,6 +93,9 @@ def price(kept: Point, unconstrained: Sequence[Point], n_kept: int, attribution_
         fve_prefix0=kept.fve_prefix0,
         fve_prefix0_unconstrained=fve_prefix0,
         price_prefix0=None if fve_prefix0 is None else fve_prefix0 - kept.fve_prefix0,
+        loss=kept.loss,
+        loss_unconstrained=loss,
+        price_loss=None if loss is None or kept.loss is None else kept.loss - loss,
         note=note,
     )
 
@@ -123,7 +141,7 @@ def require_matched(kept: SAEConfig, unconstrained: SAEConfig) -> None:
 
 def _obstacle(kept: Point, unconstrained: Sequence[Point]) -> str:
     """Return why a price cannot be given, or nothing."""
-    if not all(map(math.isfinite, kept)):
+    if not kept.finite:
         return "The figures of the SAE that carries the core are not finite: it collapsed."
     if not unconstrained:
         return "There is no unconstrained SAE to compare with. Train some without a core, at an L0 on either side."

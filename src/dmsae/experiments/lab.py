@@ -108,7 +108,8 @@ class Lab:
 
     def rows(self, results: Sequence[TrainResult], config: DistillConfig, known: Sequence[Held] = ()) -> list[Json]:
         """Return the figures of trained SAEs."""
-        rows = rows_of(results, self.store, config.attribution, config.coverage, known, config.train.device)
+        measured_by = (config.attribution, config.coverage, known, config.train.device, self._progress)
+        rows = rows_of(results, self.store, *measured_by)
         return [row._asdict() for row in rows]
 
     def scores(self, results: Sequence[TrainResult], measures: tuple[str, ...]) -> list[Json]:

@@ -80,7 +80,7 @@ def over_seeds(results: Sequence[Json], part: str, figures: Sequence[str]) -> di
             for row in result["figures"]["rows"]:
                 rows.setdefault(row["sae"], []).append(row)
     return {
-        name: {figure: Spread.of([row[figure] for row in of_sae]) for figure in figures}
+        name: {figure: Spread.of([row.get(figure) for row in of_sae]) for figure in figures}
         for name, of_sae in rows.items()
     }
 

@@ -11,8 +11,9 @@ from dmsae.cores.attribution import Attribution, AttributionConfig, QuantileOver
 from dmsae.cores.selection import select_core
 from dmsae.devices import training_device
 from dmsae.disk import layout
-from dmsae.distillation.prices import Held, prices
+from dmsae.distillation.prices import Held, next_token_losses, prices
 from dmsae.evaluation.fidelity import kept_fidelity
+from dmsae.progress import SILENT, Progress
 from dmsae.sae.sae import SAE
 from dmsae.training.result import TrainResult
 
@@ -42,6 +43,10 @@ class Row(NamedTuple):
     """FVE lost against an unconstrained SAE at the same L0."""
     price_prefix0: float | None
     """The same for core + prefix-0."""
+    loss: float | None
+    """Next-token loss of the model with the reconstruction in place, in nats."""
+    price_loss: float | None
+    """Nats lost against an unconstrained SAE at the same L0."""
     attribution_share: float | None
     """Share of the attribution that the core holds in the pool that it was selected from."""
 
@@ -53,9 +58,11 @@ def rows_of(
     coverage: float,
     known: Sequence[Held] = (),
     device: str = "auto",
+    progress: Progress = SILENT,
 ) -> list[Row]:
     """Return the rows of the SAEs of a transfer, in order."""
-    priced = dict(prices(results, store, known))
+    losses = next_token_losses(results, store, device, progress)
+    priced = dict(prices(results, store, known, losses))
     rows = []
     for result in results:
         figures, sae = kept_fidelity(result.directory, store), SAE.load(result.directory)
@@ -75,6 +82,8 @@ def rows_of(
                 kept_active=again[2] if again else None,
                 price=price.price if price else None,
                 price_prefix0=price.price_prefix0 if price else None,
+                loss=losses.get(result.name),
+                price_loss=price.price_loss if price else None,
                 attribution_share=price.attribution_share if price else None,
             )
         )

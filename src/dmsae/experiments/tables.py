@@ -17,7 +17,9 @@ COLUMNS = {
     "kept_all": ("selected again", 1),
     "kept_active": ("over active", 1),
     "attribution_share": ("attribution held", 3),
+    "loss": ("loss", 3),
     "price": ("price", 4),
+    "price_loss": ("price, nats", 4),
     "price_prefix0": ("price, prefix-0", 3),
 }
 """The figures of an SAE that are shown: heading, and digits after the point."""
