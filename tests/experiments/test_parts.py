@@ -31,6 +31,17 @@ ON_PLANTED = [name for name in PARTS if name != "selection"]
 """Parts that need no language model."""
 
 
+class WatchedGrid:
+    """A grid that remembers what was read of it."""
+
+    def __init__(self) -> None:
+        self.read: set[str] = set()
+
+    def __getattr__(self, name: str) -> object:
+        self.read.add(name)
+        return getattr(GRID, name)
+
+
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     return planted_store(tmp_path_factory.mktemp("planted") / "store")
@@ -50,9 +61,10 @@ def lab(planted: Planted, directory: Path) -> Lab:
 def results(lab: Lab, directory: Path) -> Path:
     for seed, parts in ((0, ON_PLANTED), (1, ["paper"])):
         for part in parts:
-            kept_or_run(
-                directory / "results", part, seed, settings_of(lab, GRID), partial(PARTS[part], lab, GRID, seed)
-            )
+            watched = WatchedGrid()
+            work = partial(PARTS[part].run, lab, watched, seed)  # type: ignore[arg-type]
+            kept_or_run(directory / "results", part, seed, settings_of(part, lab, GRID), work)
+            assert watched.read == set(PARTS[part].varies), f"what {part} depends on is not what it says"
     return directory / "results"
 
 
@@ -156,7 +168,7 @@ def test_the_same_latents_in_another_order_agree_fully(planted: Planted, lab: La
 def test_what_two_parts_need_is_trained_once(results: Path, directory: Path, lab: Lab) -> None:
     before = {path.name for path in (directory / "runs").iterdir()}
     assert lab.start(BASE).directory.name in before
-    PARTS["capped"](lab, GRID, 0)
+    PARTS["capped"].run(lab, GRID, 0)
     assert {path.name for path in (directory / "runs").iterdir()} == before
 
 
@@ -164,7 +176,7 @@ def test_what_was_kept_is_not_run_again(results: Path, lab: Lab) -> None:
     def never() -> Json:
         raise AssertionError("it was run again")
 
-    settings = settings_of(lab, GRID)
+    settings = settings_of("paper", lab, GRID)
     kept_or_run(results, "paper", 0, settings, never)
     with pytest.raises(ConfigError, match="was made with other settings:\n  store: was"):
         kept_or_run(results, "paper", 0, settings | {"store": "another"}, never)

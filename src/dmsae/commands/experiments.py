@@ -79,8 +79,8 @@ def run(command: ExperimentCommand) -> None:
     for part in command.parts or parts:
         for seed in command.seeds:
             TERMINAL.note(f"Part {part}, seed {seed}")
-            work = partial(PARTS[part], lab, grid, seed)
-            kept_or_run(lab.results, part, seed, settings_of(lab, grid), work)
+            work = partial(PARTS[part].run, lab, grid, seed)
+            kept_or_run(lab.results, part, seed, settings_of(part, lab, grid), work)
     experiment_show(command.out / layout.RESULTS)
     experiment_verdicts(command.out / layout.RESULTS)
 

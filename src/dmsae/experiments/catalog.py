@@ -31,19 +31,26 @@ class Experiment(NamedTuple):
     parts: tuple[str, ...]
 
 
-PARTS: dict[str, Callable[[Lab, Grid, int], Json]] = {
-    "cycles": cycles.run,
-    "tau": tau.run,
-    "sparsity": sparsity.run,
-    "random-core": random_core.run,
-    "paper": paper.run,
-    "capped": capped.run,
-    "consensus": consensus.run,
-    "selection": selection.run,
-    "benchmark": benchmark.run,
-    "consistency": consistency.run,
-    "regime": regime.run,
-    "confirmation": regime.confirm,
+class Part(NamedTuple):
+    """Something that runs for one seed, and what of the grid it depends on."""
+
+    run: Callable[[Lab, Grid, int], Json]
+    varies: tuple[str, ...]
+
+
+PARTS = {
+    "cycles": Part(cycles.run, ("max_rate", "cycles")),
+    "tau": Part(tau.run, ("coverages",)),
+    "sparsity": Part(sparsity.run, ("k_factors", "cycles")),
+    "random-core": Part(random_core.run, ("random_k_factors", "norms")),
+    "paper": Part(paper.run, ("random_cores",)),
+    "capped": Part(capped.run, ("max_rate", "rules")),
+    "consensus": Part(consensus.run, ("max_rate", "members", "consensus")),
+    "selection": Part(selection.run, ("ablated", "ablation_contexts")),
+    "benchmark": Part(benchmark.run, ("max_rate", "benchmark_k_factors", "measures")),
+    "consistency": Part(consistency.run, ("max_rate", "token_factors", "members", "consensus")),
+    "regime": Part(regime.run, ("max_rate", "regimes")),
+    "confirmation": Part(regime.confirm, ("max_rate", "regimes")),
 }
 
 EXPERIMENTS = {
@@ -68,11 +75,11 @@ EXPERIMENTS = {
 }
 
 
-def settings_of(lab: Lab, grid: Grid) -> Json:
+def settings_of(part: str, lab: Lab, grid: Grid) -> Json:
     """Return all that the figures of a part depend on, besides its seed."""
     return {
         "store": lab.store.key,
         "model": f"{lab.store.model.name} at {lab.store.model.hook}",
         "distill": lab.base.result_settings(),
-        "grid": to_dict(grid),
+        "grid": {name: value for name, value in to_dict(grid).items() if name in PARTS[part].varies},
     }
