@@ -8,7 +8,7 @@ DEMO   := runs/demo
 MINUTES ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help setup assets demo test browser check results bench bench-peers saebench-env test-saebench clean
+.PHONY: help setup assets demo test browser check docs results bench bench-peers saebench-env test-saebench clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -16,7 +16,7 @@ help:  ## say what can be made
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[dev,docs]'
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt dictionary-learning einops
 	@touch $@
 
@@ -55,6 +55,10 @@ browser:
 
 results: $(READY)  ## the results page and its figures, from the JSON in docs/results
 	$(BIN)/python -m dmsae.report.results_page docs
+
+docs: $(READY)  ## the documentation site, in site/: open site/index.html, no server needed
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "The documentation is in site/index.html"
 
 attack: $(READY)  ## kills, damage, hostile files, full disks and races for an hour (MINUTES=60), counted
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=tests $(BIN)/python tests/attack/run.py --minutes $(MINUTES)
