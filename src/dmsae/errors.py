@@ -31,6 +31,15 @@ class ModelError(DmsaeError):
     """A base model or its hook point cannot be used."""
 
 
+class WrongModelError(ModelError):
+    """An SAE is put into a model, or at a hook, that it was not made from."""
+
+    def __init__(self, message: str, differs: str) -> None:
+        super().__init__(message)
+        self.differs = differs
+        """What differs: `model`, `hook`, `width` or `normalisation`."""
+
+
 class GradientError(DmsaeError):
     """The gradient of the next-token loss is missing, zero or not finite."""
 
@@ -73,6 +82,14 @@ class JudgeError(DmsaeError):
 
 class CheckpointError(DmsaeError):
     """A checkpoint or saved SAE is damaged, or belongs to another configuration."""
+
+
+class ExportError(DmsaeError):
+    """An SAE cannot be held by the format that it is to be written in."""
+
+
+class HubError(DmsaeError):
+    """The Hub cannot be reached, does not take what is pushed, or holds something else than asked for."""
 
 
 def first_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ same order, so both give the same batches, up to the rounding of the stored dtyp
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from dmsae.activations.harvest import Harvest
 from dmsae.activations.shards import ShardMaker
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Store
+from dmsae.activations.token_sample import TokenSample, sample_of_harvest, sample_of_store
 from dmsae.config import Json, require_whole, to_dict
 from dmsae.errors import StoreError
 from dmsae.progress import SILENT, Progress
@@ -39,6 +40,14 @@ class ActivationSource(Protocol):
 
     def block(self, epoch: int, index: int, seed: int) -> Tensor | None:
         """Return a block's rows [n, D] in any float dtype, or None past the end of the epoch."""
+
+
+@runtime_checkable
+class SampledSource(Protocol):
+    """A source that knows the text of its activations, and so can give a sample of both."""
+
+    def token_sample(self) -> TokenSample | None:
+        """Return a few contexts with some of their activations, if there are any."""
 
 
 def as_source(data: "ActivationSource | Store | Array") -> "ActivationSource":
@@ -67,6 +76,10 @@ class StoreSource:
     def facts(self) -> Json:
         """The store's key and its model."""
         return {"store": self._store.key, "model": to_dict(self._store.model)}
+
+    def token_sample(self) -> TokenSample | None:
+        """Return a sample of the store's text; None for imported activations, which come without."""
+        return sample_of_store(self._store)
 
     def block(self, epoch: int, index: int, seed: int) -> Tensor | None:
         """Return the rows of a few shards, every byte of them verified."""
@@ -103,6 +116,10 @@ class LiveSource:
     def facts(self) -> Json:
         """The request of the harvest, and its model."""
         return {"live": to_dict(self._harvest.request), "model": to_dict(self._harvest.identity)}
+
+    def token_sample(self) -> TokenSample | None:
+        """Return a sample of the first contexts, run through the model."""
+        return sample_of_harvest(self._harvest)
 
     def block(self, epoch: int, index: int, seed: int) -> Tensor | None:
         """Return the rows of a few shards, computed now."""

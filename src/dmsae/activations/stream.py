@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dmsae.activations.sources import ActivationSource
+from dmsae.activations.sources import ActivationSource, SampledSource
+from dmsae.activations.token_sample import TokenSample
 from dmsae.config import require_whole
 from dmsae.errors import StoreError
 from dmsae.seeds import generator
@@ -54,6 +55,10 @@ class ActivationStream:
         self._order = torch.empty(0, dtype=torch.int64)
         self._ahead: tuple[tuple[int, int], Future[Tensor | None]] | None = None
         self._epoch_gave_a_batch = bool(cursor.block or cursor.row)
+
+    def token_sample(self) -> TokenSample | None:
+        """Return a sample of the text and its activations, if the source knows the text."""
+        return self._source.token_sample() if isinstance(self._source, SampledSource) else None
 
     def close(self) -> None:
         """Stop reading ahead."""

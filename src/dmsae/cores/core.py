@@ -138,6 +138,7 @@ class Core:
         if self.detectors is not None:
             tensors |= {"offsets": self.detectors.offsets_C, "thresholds": self.detectors.thresholds_C}
         facts = {
+            "format": layout.FORMAT,
             "cycle": self.cycle,
             "n_latents": len(self),
             "provenance": to_dict(self.provenance),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dmsae.config import Json
+from dmsae.disk import layout
 from dmsae.disk.files import canonical_hash, read_json_value, sha256_of, write_json, write_tensors
 from dmsae.errors import CheckpointError, first_line
 
@@ -102,7 +103,17 @@ def _read_facts(path: Path) -> Json:
     facts = read_sealed(path)
     if not isinstance(facts.get(_TENSORS_SEAL), str):
         raise CheckpointError(f"{path} is not the JSON of a saved {path.stem}: it has no {_TENSORS_SEAL}.")
+    _require_format(path, facts)
     return facts
+
+
+def _require_format(path: Path, facts: Json) -> None:
+    """Raise unless an artifact is of a version of the format that can be read; the first did not say its version."""
+    version = facts.get("format", 1)
+    if type(version) is not int or not 1 <= version <= layout.FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {str(version)[:20]}; this version of dmsae reads up to {layout.FORMAT}. Update dmsae."
+        )
 
 
 def _json_object(path: Path, remedy: str) -> Json:

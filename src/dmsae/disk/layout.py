@@ -12,6 +12,9 @@ docs/on-disk.md shows the same with what is inside each file.
 import os
 from pathlib import Path
 
+FORMAT = 2
+"""Version of the format of saved SAEs, their samples, and cores (docs/format.md). Those of version 1 do not say it."""
+
 LOCK = ".lock"
 """Held by the process that writes a store or a run."""
 
@@ -51,6 +54,7 @@ SYNTH = "synth.json"
 
 # Artifacts: `<name>.safetensors` and `<name>.json`; the SAE of a training or cycle is in a folder of the same name
 SAE = "sae"
+SAMPLE = "sample"
 ATTRIBUTION = "attribution"
 ABLATION = "ablation"
 CORE = "core"

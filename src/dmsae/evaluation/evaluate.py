@@ -75,7 +75,7 @@ def evaluate(
     config = config or EvaluateConfig()
     require(bool(saes), "saes", list(saes), "name at least one SAE")
     require_heldout(store, [Subject(name, sae) for name, sae in saes.items()])
-    bench = _Bench(store, out / layout.RESULTS, model, progress)
+    bench = _Bench(store, saes, out / layout.RESULTS, model, progress)
     candidates = [one for name, sae in saes.items() for one in _candidates(name, sae, store, config)]
     measured: dict[str, Json] = {}
     not_run: dict[str, str] = {}
@@ -123,9 +123,14 @@ class _Bench:
     """Runs measures on candidates and keeps their results."""
 
     def __init__(
-        self, store: Store, directory: Path, model: BaseModel | Callable[[], BaseModel] | None, progress: Progress
+        self,
+        store: Store,
+        saes: Mapping[str, SAE],
+        directory: Path,
+        model: BaseModel | Callable[[], BaseModel] | None,
+        progress: Progress,
     ) -> None:
-        self.store, self._directory, self._progress = store, directory, progress
+        self.store, self._saes, self._directory, self._progress = store, saes, directory, progress
         self._load = model or partial(load_model, store, progress=progress)
         self.cache = layout.evaluation_cache()
 
@@ -135,6 +140,9 @@ class _Bench:
         self.store.require_text()
         model = self._load if isinstance(self._load, BaseModel) else self._load()
         self.store.model.require_same(model.identity, f"the store {self.store.key}", "the model given")
+        for sae in self._saes.values():
+            if sae.sample is not None:
+                sae.sample.require_model(model, model.identity.hook)
         return model
 
     def measure(self, name: str, config: Any, candidates: Sequence[_Candidate]) -> Json:

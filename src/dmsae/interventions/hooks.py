@@ -7,6 +7,7 @@ limit is given as in a harvest: the median is then that of the text itself.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,7 +18,11 @@ from dmsae.activations.base_model import BaseModel, hidden_states, resolve_hook,
 from dmsae.errors import ConfigError, ModelError
 from dmsae.evaluation.subject import Dictionary
 from dmsae.interventions.intervention import Intervention, require_fitting
+from dmsae.sae.sae import SAE
 from dmsae.text.tokens import KeepMask
+
+_unspliced: ContextVar[bool] = ContextVar("unspliced", default=False)
+"""Set while a model runs as it is although SAEs are spliced into it: another one is being checked against it."""
 
 
 @contextmanager
@@ -35,7 +40,8 @@ def splice_into(
     With `keep_error`, x stays and only what the interventions change is added: x + decode(f′) − decode(f). A
     `BaseModel` has a hook and a tokenizer of its own; any other model needs `hook`, a layer number or module path, and
     without `tokenizer` its special tokens count like all others. Positions whose norm is above `max_norm_ratio` × the
-    median stay as they are. `generate` works too, with cache and padding.
+    median stay as they are. `generate` works too, with cache and padding. An SAE that holds a token sample is first
+    checked against the model, which is an error when it is not the one that the SAE was made from.
 
     >>> model = dmsae.BaseModel.load(dmsae.ModelConfig(name=str(tiny_model), hook=0))
     >>> sae, tokens = dmsae.SAE.load(run / "cycle-0"), torch.tensor([[5, 6, 7, 8]])
@@ -56,11 +62,22 @@ def splice_into(
         raise ConfigError("hook = None; a model that is no BaseModel needs a layer number or a dotted module path.")
     if tokenizer is not None:
         mask = KeepMask.of(tokenizer)
+    require_own_model(sae, model, path)
     splice = _Splice(sae, interventions, keep_error, mask, path, max_norm_ratio)
     with ExitStack() as stack:
         stack.callback(whole.register_forward_pre_hook(splice.look, with_kwargs=True).remove)
         stack.callback(whole.get_submodule(path).register_forward_hook(splice.replace).remove)
         yield
+
+
+def require_own_model(sae: Dictionary, model: BaseModel | nn.Module, hook: str) -> None:
+    """Raise unless a model gives the activations that an SAE expects at a hook; one without a sample goes unchecked."""
+    if isinstance(sae, SAE) and sae.sample is not None:
+        without = _unspliced.set(True)
+        try:
+            sae.sample.require_model(model, hook)
+        finally:
+            _unspliced.reset(without)
 
 
 def require_width(sae: Dictionary, x: Tensor, hook: str) -> None:
@@ -98,6 +115,8 @@ class _Splice:
 
     def look(self, _model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Remember the tokens of a forward pass, and which of their positions count."""
+        if _unspliced.get():
+            return
         tokens_NL = named.get("input_ids", inputs[0] if inputs else None)
         if not isinstance(tokens_NL, Tensor):
             raise ModelError("Which positions the SAE is applied to depends on their tokens. Call it with input_ids.")
@@ -109,6 +128,8 @@ class _Splice:
 
     def replace(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         """Return the hooked module's output with other hidden states at the positions that count."""
+        if _unspliced.get():
+            return output
         if self._tokens_NL is None:
             raise ModelError(f"{self._path!r} ran without its model, or twice in one pass. Choose another hook.")
         x_NLD = hidden_states(output, self._tokens_NL)

@@ -9,7 +9,7 @@ from torch import Tensor
 from dmsae.activations.base_model import BaseModel
 from dmsae.config import require_whole
 from dmsae.evaluation.subject import Dictionary
-from dmsae.interventions.hooks import norm_limit, require_width
+from dmsae.interventions.hooks import norm_limit, require_own_model, require_width
 from dmsae.interventions.prompt import prompt_of
 
 
@@ -63,6 +63,7 @@ def read(
     prompt = prompt_of(model, text, prepend_bos)
     x_LD = model.activations(prompt.tokens_NL)[0]
     require_width(sae, x_LD, model.identity.hook)
+    require_own_model(sae, model, model.identity.hook)
     norms_L = x_LD.float().norm(dim=-1).cpu()
     kept_L = prompt.kept_L & (norms_L <= norm_limit(norms_L[prompt.kept_L], max_norm_ratio))
     f_LK = sae.encode(x_LD.to(sae.W_dec)).float().cpu() * kept_L[:, None]

@@ -10,12 +10,15 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from dmsae.activations.token_sample import TokenSample
 from dmsae.config import Json, from_dict, to_dict
 from dmsae.disk import layout
 from dmsae.disk.artifact import Bound, read_artifact, read_facts, write_artifact
 from dmsae.errors import CheckpointError, ConfigError
+from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.detectors import Detectors, detect, fire_
+from dmsae.sae.sample import Sample, remove_sample
 from dmsae.sae.sparse import Active, select_top
 
 
@@ -49,6 +52,7 @@ class SAE(nn.Module):
         """Allocate zero weights; `init` and `load` give them values."""
         super().__init__()
         self.config = config
+        self.sample: Sample | None = None
         self.register_buffer("W_enc_core", torch.zeros(config.n_core, config.d_model))
         self.W_enc_noncore = nn.Parameter(torch.zeros(config.n_noncore, config.d_model))
         self.b_enc = nn.Parameter(torch.zeros(config.width - config.n_detectors))
@@ -105,14 +109,17 @@ class SAE(nn.Module):
         """Return `W_enc (x − b_dec) + b_enc`, [..., K], before any mask."""
         return nn.functional.linear(self.encoder_input(x), self.W_enc, self.encoder_bias)
 
-    def train_codes(self, x_BD: Tensor, warm_start: float | None = None) -> TrainCodes:
-        """Return the activations under the training-time mask; all competing latents compete, whatever their prefix."""
+    def train_codes(self, x_BD: Tensor, warm_start: float | None = None, comms: Comms = ALONE) -> TrainCodes:
+        """Return the activations under the training-time mask; all competing latents compete, whatever their prefix.
+
+        On a mesh these are a rank's own latents on its own tokens, and they compete with those of all ranks.
+        """
         n_dense, n_detectors = self.config.n_dense, self.config.n_detectors
         input_BD = self.encoder_input(x_BD)
         encoders = (self.W_enc_noncore,) if n_dense else (self.W_enc_core, self.W_enc_noncore)
-        n_keep = self.config.k_selected * len(x_BD)
-        active = select_top(input_BD, encoders, self.b_enc[n_dense - n_detectors :], n_keep, warm_start)
-        active.latents_S.add_(n_dense)
+        n_keep = self.config.k_selected * len(x_BD) * comms.data.size
+        bias = self.b_enc[n_dense - n_detectors :]
+        active = select_top(input_BD, encoders, bias, n_keep, warm_start, n_dense, comms)
         core_BC = None
         if n_detectors:
             core_BC = fire_(torch.addmm(self.offset, x_BD, self.W_enc_core.T), self.detectors.thresholds_C)
@@ -162,12 +169,32 @@ class SAE(nn.Module):
         for tensor in (self.b_enc, self.offset, self.b_dec, self.threshold):
             tensor.mul_(scale)
 
-    def save(self, directory: Path, made_from: Json | None = None, bound_to: Bound | None = None) -> None:
-        """Write the SAE as `sae.safetensors` and `sae.json`, with what it was made from, bound to files of its run."""
+    @torch.no_grad()
+    def keep_sample_(self, tokens: TokenSample | None) -> None:
+        """Keep a token sample with the codes of this SAE, unless they are not finite: nobody will use such an SAE."""
+        f_RK = self.encode(tokens.x_RD.to(self.W_dec)) if tokens else torch.zeros(0)
+        self.sample = Sample.of(tokens, f_RK) if tokens and f_RK.isfinite().all() else None
+
+    def save(
+        self,
+        directory: Path,
+        made_from: Json | None = None,
+        bound_to: Bound | None = None,
+        training: Json | None = None,
+    ) -> None:
+        """Write the SAE as `sae.safetensors` and `sae.json`, and its token sample, if it has one, beside it.
+
+        Recorded are what it was made from and how it was trained; it can be bound to files of its run.
+        """
         tensors = {name: getattr(self, name) for name in _shapes(self.config)} | {"b_enc": self.encoder_bias}
-        facts: Json = {"config": to_dict(self.config), "made_from": made_from or {}}
+        facts: Json = {"format": layout.FORMAT, "config": to_dict(self.config), "made_from": made_from or {}}
+        facts |= {"training": training} if training else {}
         facts |= {"folder": directory.name} if bound_to else {}
         write_artifact(directory, layout.SAE, tensors, facts, bound_to)
+        if self.sample is None:
+            remove_sample(directory)
+        else:
+            self.sample.save(directory)
 
     @classmethod
     def load(cls, directory: Path | str) -> Self:
@@ -197,6 +224,7 @@ class SAE(nn.Module):
         tensors["b_enc"] = tensors.pop("b_enc")[config.n_detectors :]
         tensors.setdefault("offset", torch.zeros(0))
         sae.load_state_dict(tensors)
+        sae.sample = Sample.load(directory, config.d_model, config.width)
         return sae.requires_grad_(False)
 
 

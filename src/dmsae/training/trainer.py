@@ -19,6 +19,7 @@ from dmsae.activations.arrays import Array
 from dmsae.activations.sources import ActivationSource, as_source
 from dmsae.activations.store import Store
 from dmsae.activations.stream import ActivationStream, Cursor
+from dmsae.activations.token_sample import TokenSample
 from dmsae.config import Json, from_dict, to_dict
 from dmsae.devices import training_device
 from dmsae.disk import layout
@@ -228,16 +229,34 @@ class Trainer:
         """Save every SAE in raw space, then how its training ended."""
         common = self._settings["made_from"]
         made_from = {spec.name: common | {"core": spec.core_sha256()} for spec in self._specs}
+        tokens = self._token_sample()
         for learner in self._learners:
             learner.finish()
             here = self._where(learner.name)
             settings = bound(here, self._directory / layout.SETTINGS)
-            learner.folded(self._scale).save(here, made_from[learner.name], settings)
+            sae = learner.folded(self._scale)
+            sae.keep_sample_(tokens)
+            sae.save(here, made_from[learner.name], settings, self._training_facts(learner))
             last = self._last.get(learner.name)
             status = {"state": learner.state, "step": learner.ended_at, "cause": learner.cause}
             status |= {"scale": self._scale, "metrics": asdict(last) if last else None}
             status |= {"metrics_sha256": self._logs[learner.name].mark().sha256}
             write_sealed(here / layout.STATUS, status, settings | bound(here, here / f"{layout.SAE}.json"))
+
+    def _token_sample(self) -> TokenSample | None:
+        """Return a sample of the text; one that cannot be read is missed, and does not cost what was trained."""
+        try:
+            return self._stream.token_sample()
+        except DmsaeError as error:
+            self._progress.warn(f"The SAE is saved without a token sample: {error}")
+            return None
+
+    def _training_facts(self, learner: Learner) -> Json:
+        """Return how an SAE was trained, for those who have only the SAE."""
+        last = self._last.get(learner.name)
+        facts: Json = {name: self._settings[name] for name in ("train", "schedule")}
+        facts |= {"state": learner.state, "step": learner.ended_at, "scale": self._scale}
+        return facts | {"metrics": asdict(last) if last else None}
 
     def _is_finished(self) -> bool:
         return all((self._where(spec.name) / layout.STATUS).is_file() for spec in self._specs)
