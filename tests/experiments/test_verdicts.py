@@ -60,6 +60,14 @@ def row(sae: str, **figures: object) -> Json:
     return {"sae": sae, "fve": None, "price": None, **figures}
 
 
+BENCHMARKED = (
+    ("fidelity", "fve"),
+    ("splice", "loss_recovered_zero"),
+    ("probing", "accuracy.1"),
+    ("probing", "accuracy.5"),
+    ("absorption", "fraction"),
+    ("disentanglement", "score"),
+)
 PLANTED: dict[str, Json] = {
     "random-core": {
         "rows": [
@@ -105,6 +113,21 @@ PLANTED: dict[str, Json] = {
             )
         ]
     },
+    "benchmark": {
+        "rows": [
+            row(f"{name}-k{k}", l0=k + extra)
+            for name, extra in (("dense", 2), ("sparse", 2), ("detector", 1), ("msae", 0))
+            for k in (4, 8, 16)
+        ],
+        "scores": [
+            {"sae": f"{name}-k{k}", "measure": measure, "figure": figure, "ceiling": ceiling, "score": score}
+            for measure, figure in BENCHMARKED
+            for ceiling in (0 if measure == "absorption" else 1,)
+            for k in (4, 8, 16)
+            for name, extra, gain in (("dense", 2, 0.1), ("sparse", 2, 0.095), ("detector", 1, 0.2), ("msae", 0, 0))
+            for score in (0.5 + 0.01 * (k + extra) + (gain if ceiling else -gain),)
+        ],
+    },
     "confirmation": {"regimes": [{"margin": 0.02}]},
     "selection": {
         "rules": [
@@ -113,7 +136,11 @@ PLANTED: dict[str, Json] = {
         ]
     },
 }
-EXPECTED = [0.7, 0.5, 0.6, 1.0, 0.007, 0.21, 0.01, 0.09, 0.02, 0.03, 0.3, 0.5, 0.02, 0.3, 0.4, 0.1]
+EXPECTED = (
+    [0.1] * 6
+    + [0.2] * 6
+    + [0.015, 0.7, 0.5, 0.6, 1.0, 0.007, 0.21, 0.01, 0.09, 0.02, 0.03, 0.3, 0.5, 0.02, 0.3, 0.4, 0.1]
+)
 
 
 def test_each_statistic_is_what_it_says() -> None:
@@ -125,7 +152,7 @@ def test_each_statistic_is_what_it_says() -> None:
 
 
 def test_figures_that_lack_what_a_claim_needs_leave_it_untested() -> None:
-    empty = {"rows": [], "cycles": [], "curves": {}, "regimes": [{"margin": None}], "pairs": []}
+    empty = {"rows": [], "scores": [], "cycles": [], "curves": {}, "regimes": [{"margin": None}], "pairs": []}
     for claim in CLAIMS:
         if claim.part != "selection":
             assert judge(claim, [{"part": claim.part, "seed": 0, "figures": empty}]).outcome is Outcome.UNTESTED

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dmsae.config import Json
@@ -30,12 +31,31 @@ def parts(seed: int) -> dict[str, Json]:
     ]
     rules = [{"rule": rule, "share_of_effect": share} for rule, share in (("attribution", 0.8), ("firing_rate", 0.6))]
     names = ("detector-k4", "random-detector-k4", "firing_rate-detector-k4")
+    priced = [
+        {"sae": name, "n_core": 20 + seed, "price": 0.01 * i, "price_loss": 0.1 * i} for i, name in enumerate(names)
+    ]
+    measured: list[Json] = [{"sae": f"{name}-k{k}", "l0": k + seed} for name in ("dense", "msae") for k in (4, 8)]
+    scores = [
+        {"sae": row["sae"], "measure": "fidelity", "figure": figure, "score": 0.01 * row["l0"], "null": 0.02}
+        for row in measured
+        for figure in ("fve", "l0")
+    ]
+    pairs = [
+        {"what": what, "tokens": tokens, "share_found": 0.2, "jaccard": 0.3}
+        for what in ("prefix-0", "consensus")
+        for tokens in (600, 1800)
+    ]
     return {
-        "cycles": {"cycles": [c for run in ("dense-selected", "dense-random") for c in cycles(run, grown)]},
+        "cycles": {"rows": [], "cycles": [c for run in ("dense-selected", "dense-random") for c in cycles(run, grown)]},
         "sparsity": {"cycles": cycles("k=4", grown, k=4), "failures": {"8": "collapsed"} if seed else {}},
         "tau": {"curves": {"0.5": curve, "0.9": curve}},
         "random-core": {"rows": rows, "curves": {row["sae"]: curve for row in rows}, "n_core": 10},
-        "capped": {"rows": [{"sae": name, "n_core": 20 + seed, "price": 0.01 * i} for i, name in enumerate(names)]},
+        "capped": {"rows": priced},
+        "paper": {"rows": [{"sae": "dense-k4", "n_core": 40, "price": 0.02, "price_loss": 0.1}]},
+        "benchmark": {"rows": measured, "scores": scores},
+        "consistency": {"pairs": pairs},
+        "regime": {"regimes": [{"regime": "wide", "margin": 0.01}, {"regime": "long", "margin": None}]},
+        "confirmation": {"regimes": [{"regime": "wide", "margin": 0.02}]},
         "selection": {"rules": rules, "ceiling": 0.9, "chance": 0.5},
     }
 
@@ -57,8 +77,10 @@ def test_every_figure_is_drawn_in_both_formats_with_the_same_bytes(results: Path
 
 def test_axes_are_labelled(results: Path) -> None:
     with styled():
-        for part, function in FIGURES.values():
-            figure = function([parts(0)[part], parts(1)[part]])
+        for names, function in FIGURES.values():
+            figure = function(
+                [parts(seed)[part] | {"part": part} for part in names if part in parts(0) for seed in (0, 1)]
+            )
             for axes in figure.axes:
                 if axes.axison and axes.has_data():
                     assert axes.get_ylabel()
@@ -70,6 +92,30 @@ def test_bars_stand_for_mean_births(results: Path) -> None:
         figure = FIGURES["core-evolution"][1]([parts(0)["cycles"], parts(1)["cycles"]])
     heights = [patch.get_height() for patch in figure.axes[0].patches]  # type: ignore[attr-defined]
     assert heights == pytest.approx([20.5, 15, 9.5, 12, 6, 8])
+
+
+def test_a_price_is_drawn_where_its_core_is_and_every_series_is_named(results: Path) -> None:
+    given = [parts(seed)[part] | {"part": part} for part in ("paper", "capped") for seed in (0, 1)]
+    with styled():
+        figure = FIGURES["price"][1](given)
+    drawn = {
+        str(points.get_label()): [tuple(place) for place in np.asarray(points.get_offsets()).tolist()]
+        for points in figure.axes[0].collections
+    }
+    assert drawn == {
+        "first core, dense": [(40, 0.02)] * 2,
+        "first core, detectors below the cap": [(20, 0), (21, 0)],
+        "random detectors": [(20, 0.01), (21, 0.01)],
+        "by firing rate": [(20, 0.02), (21, 0.02)],
+    }
+
+
+def test_the_benchmark_has_a_panel_for_each_score_but_l0(results: Path) -> None:
+    with styled():
+        figure = FIGURES["benchmark"][1]([parts(seed)["benchmark"] | {"part": "benchmark"} for seed in (0, 1)])
+    assert [axes.get_title() for axes in figure.axes if axes.axison] == ["fidelity"]
+    line = figure.axes[0].lines[0]
+    assert np.asarray(line.get_xydata()) == pytest.approx(np.array([(4.5, 0.045), (8.5, 0.085)]))
 
 
 def test_a_failure_is_marked(results: Path) -> None:

@@ -1,9 +1,13 @@
 """The paper's claims and ours, each as a statistic of one seed's figures."""
 
+from functools import partial
+from statistics import fmean
+
 import torch
 
 from dmsae.config import Json
 from dmsae.cores.ranking import spearman
+from dmsae.evaluation.price import interpolated
 from dmsae.experiments.verdicts import Claim
 
 
@@ -84,9 +88,69 @@ def _found_again(figures: Json, what: str, than: str) -> float | None:
     return float(share[what] - share[than]) if {what, than} <= set(share) else None
 
 
+def _over_msae(figures: Json, method: str, measure: str, figure: str) -> float | None:
+    """Return how much better a score is than that of a Matryoshka SAE of the same measured L0, mean over sparsities."""
+    ours, theirs = (_curve(figures, name, measure, figure) for name in (method, "msae"))
+    named = [row for row in figures["scores"] if (row["measure"], row["figure"]) == (measure, figure)]
+    better = -1 if any(row["ceiling"] == 0 for row in named) else 1
+    gaps = [better * (score - at[0]) for l0, score in ours if (at := _at(theirs, l0))]
+    return fmean(gaps) if gaps else None
+
+
+def _sparse_follows(figures: Json) -> float | None:
+    """Return 0.02 less how far the sparse core's variance explained is from the dense one's at equal measured L0."""
+    dense, sparse = (_curve(figures, name, "fidelity", "fve") for name in ("dense", "sparse"))
+    gaps = [abs(score - at[0]) for l0, score in sparse if (at := _at(dense, l0))]
+    return 0.02 - fmean(gaps) if gaps else None
+
+
+def _curve(figures: Json, method: str, measure: str, figure: str) -> list[tuple[float, float]]:
+    """Return measured L0 and score of the SAEs of one method."""
+    l0 = {row["sae"]: row["l0"] for row in figures["rows"]}
+    found = [row for row in figures["scores"] if (row["measure"], row["figure"]) == (measure, figure)]
+    of_method = [row for row in found if row["sae"].rpartition("-k")[0] == method and row["score"] is not None]
+    return [(l0[row["sae"]], row["score"]) for row in of_method if l0.get(row["sae"]) is not None]
+
+
+def _at(points: list[tuple[float, float]], l0: float) -> tuple[float, ...]:
+    """Return what points give at an L0, or nothing outside their range."""
+    inside = points and min(points)[0] <= l0 <= max(points)[0]
+    return interpolated(l0, points) if inside else ()
+
+
 PAPER, OURS = "the paper", "ours"
 
+_SCORES = {
+    ("fidelity", "fve"): "explains more variance",
+    ("splice", "loss_recovered_zero"): "recovers more of the loss",
+    ("probing", "accuracy.1"): "probes better with one latent",
+    ("probing", "accuracy.5"): "probes better with five latents",
+    ("absorption", "fraction"): "absorbs less",
+    ("disentanglement", "score"): "disentangles better",
+}
+"""Scores by which the paper compares SAEs, as far as they are measured here."""
+
+_AGAINST_MSAE = tuple(
+    Claim(
+        f"An SAE with {core} {does} than a Matryoshka SAE of the same measured L0.",
+        whose,
+        "benchmark",
+        f"{measure}, {figure}: the difference, counted upwards if better, mean over sparsities",
+        partial(_over_msae, method=method, measure=measure, figure=figure),
+    )
+    for method, core, whose in (("dense", "the distilled dense core", PAPER), ("detector", "distilled detectors", OURS))
+    for (measure, figure), does in _SCORES.items()
+)
+
 CLAIMS = (
+    *_AGAINST_MSAE,
+    Claim(
+        "A sparse core follows the dense one.",
+        PAPER,
+        "benchmark",
+        "0.02 less the difference in variance explained at equal measured L0",
+        _sparse_follows,
+    ),
     Claim(
         "A distilled core stays in use while a random one of equal norms decays.",
         PAPER,

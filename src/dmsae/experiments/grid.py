@@ -68,7 +68,16 @@ class Grid:
     """Sparsities of the part `random-core`."""
     benchmark_k_factors: tuple[float, ...] = (0.5, 1.0, 2.0)
     """Sparsities of the part `benchmark`."""
-    measures: tuple[str, ...] = ("fidelity", "splice")
+    measures: tuple[str, ...] = (
+        "fidelity",
+        "activity",
+        "splice",
+        "probing",
+        "absorption",
+        "disentanglement",
+        "redundancy",
+        "lexical_predictability",
+    )
     """What SAEs are evaluated by, in the part `benchmark`."""
     token_factors: tuple[float, ...] = (1.0, 3.0)
     """Lengths of training in the part `consistency`."""
@@ -99,6 +108,7 @@ GRIDS = {
         norms=("found", 2.0),
         random_k_factors=(1.0,),
         benchmark_k_factors=(1.0,),
+        measures=("fidelity", "splice"),
         token_factors=(1.0,),
         regimes=(Regime("as the recipe"), Regime("half", coverage=0.5)),
         ablated=4,

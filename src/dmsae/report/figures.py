@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from dmsae.config import Json
 from dmsae.experiments.results import read_results
-from dmsae.report.style import COLOURS, GREY, band, panels, save, styled
+from dmsae.report import comparisons
+from dmsae.report.style import COLOURS, band, legend_below, panels, save, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,9 +20,9 @@ def draw(results: Path, directory: Path) -> list[Path]:
     read = read_results(results)
     files: list[Path] = []
     with styled():
-        for name, (part, function) in FIGURES.items():
-            if of_part := [one["figures"] for one in read if one["part"] == part]:
-                files += save(function(of_part), directory, name)
+        for name, (parts, function) in FIGURES.items():
+            if shown := [{**one["figures"], "part": one["part"]} for one in read if one["part"] in parts]:
+                files += save(function(shown), directory, name)
     return files
 
 
@@ -35,7 +36,7 @@ def core_evolution(figures: Sequence[Json]) -> "Figure":
         axis.set_title(f"{mode} core, {start} start")
         axis.set_xlabel("cycle")
         axis.set_ylabel("core latents")
-    return _with_legend(figure, axes, "first selected in cycle")
+    return legend_below(figure, axes, 6, "first selected in cycle")
 
 
 def sparsity(figures: Sequence[Json]) -> "Figure":
@@ -51,16 +52,7 @@ def sparsity(figures: Sequence[Json]) -> "Figure":
         axis.set_ylabel("core latents")
     for axis, k in zip(axes[len(ks) :], [k for k in failed if k not in ks], strict=False):
         axis.set_title(f"k = {k}: every seed failed")
-    return _with_legend(figure, axes, "first selected in cycle")
-
-
-def _with_legend(figure: "Figure", axes: "Sequence[Axes]", title: str = "") -> "Figure":
-    """Put one legend for all panels below them, with what any of them shows."""
-    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(
-        handles.values(), handles, title=title or None, loc="outside lower center", ncols=min(len(handles), 6)
-    )
-    return figure
+    return legend_below(figure, axes, 6, "first selected in cycle")
 
 
 def _origins(axis: "Axes", runs: Sequence[Sequence[Json]]) -> None:
@@ -114,29 +106,7 @@ def random_core(figures: Sequence[Json]) -> "Figure":
         axis.set_ylim(0, 1)
         axis.set_xlabel("training step")
         axis.set_ylabel("share of the core that fires")
-    return _with_legend(figure, axes)
-
-
-def price(figures: Sequence[Json]) -> "Figure":
-    """Return what it costs to keep latents: price against their number, for detectors of every rule."""
-    figure, (axis,) = panels(1, columns=1, width=5.2, height=3.4)
-    names = dict.fromkeys(row["sae"] for one in figures for row in one["rows"] if row["price"] is not None)
-    for i, name in enumerate(names):
-        rows = [row for one in figures for row in one["rows"] if row["sae"] == name and row["price"] is not None]
-        random = name.startswith("random-")
-        axis.scatter(
-            [row["n_core"] for row in rows],
-            [row["price"] for row in rows],
-            color=GREY if random else COLOURS[i % (len(COLOURS) - 1)],
-            marker="x" if random else "o",
-            s=28,
-            label=name.rpartition("-k")[0],
-        )
-    axis.axhline(0, color="black", linewidth=0.8)
-    axis.set_xlabel("latents kept")
-    axis.set_ylabel("price: variance explained that is lost\nat the same measured L0")
-    axis.legend(ncols=2)
-    return figure
+    return legend_below(figure, axes, 6)
 
 
 def selection(figures: Sequence[Json]) -> "Figure":
@@ -156,15 +126,18 @@ def selection(figures: Sequence[Json]) -> "Figure":
     return figure
 
 
-FIGURES: dict[str, tuple[str, "Callable[[Sequence[Json]], Figure]"]] = {
-    "core-evolution": ("cycles", core_evolution),
-    "coverage": ("tau", coverage),
-    "sparsity": ("sparsity", sparsity),
-    "random-core": ("random-core", random_core),
-    "price": ("capped", price),
-    "selection": ("selection", selection),
+FIGURES: dict[str, tuple[tuple[str, ...], "Callable[[Sequence[Json]], Figure]"]] = {
+    "price": (("paper", "capped", "consensus", "cycles"), comparisons.price),
+    "core-evolution": (("cycles",), core_evolution),
+    "benchmark": (("benchmark",), comparisons.benchmark),
+    "coverage": (("tau",), coverage),
+    "sparsity": (("sparsity",), sparsity),
+    "random-core": (("random-core",), random_core),
+    "selection": (("selection",), selection),
+    "consistency": (("consistency",), comparisons.consistency),
+    "regime": (("regime", "confirmation"), comparisons.regime),
 }
-"""Every figure: the part whose figures it shows, and the function that draws it."""
+"""Every figure: the parts whose figures it shows, and the function that draws it."""
 
 CAPTIONS = {
     "core-evolution": "Core size by cycle, coloured by the cycle in which latents were first selected; whiskers: "
@@ -172,7 +145,13 @@ CAPTIONS = {
     "coverage": "Reconstruction through training with the first core at each coverage τ; bands: range over seeds.",
     "sparsity": "Core size by cycle at several k, coloured by origin.",
     "random-core": "Share of core latents that fire, through training; bands: range over seeds.",
-    "price": "What it costs to keep latents, for detectors of every rule; a point for each seed, crosses are random.",
+    "price": "What it costs to keep latents, by rule, freeze and number of cycles; a point for each seed. Squares are "
+    "directions, circles detectors, grey is random.",
+    "benchmark": "Every score against the measured L0; a point for each seed, lines through their means.",
+    "consistency": "Latents that two independent runs both have (encoder and decoder cosine above 0.7), and how alike "
+    "matched latents fire; a point for each pair of runs.",
+    "regime": "Where detectors of a first core beat every control; a point for each seed. Fresh seeds took no part in "
+    "the choice.",
     "selection": "How much of the effect of ablation the half of the latents accounts for that a rule prefers; a point "
     "for each seed.",
 }

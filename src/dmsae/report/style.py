@@ -62,6 +62,14 @@ def band(axes: "Axes", x: Sequence[float], curves: Sequence[Sequence[float]], co
         axes.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
 
 
+def legend_below(figure: "Figure", axes: "Sequence[Axes]", columns: int, title: str = "") -> "Figure":
+    """Put one legend for all panels below them, with what any of them shows."""
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    columns = max(1, min(len(handles), columns))
+    figure.legend(handles.values(), handles, title=title or None, loc="outside lower center", ncols=columns)
+    return figure
+
+
 def save(figure: "Figure", directory: Path, name: str) -> list[Path]:
     """Write a figure as SVG and PNG, and return both files. The same figure gives the same bytes."""
     import matplotlib.pyplot as plt

@@ -1,0 +1,152 @@
+"""Figures that compare SAEs and cores with controls; all that they read is the JSON of the parts."""
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
+
+from dmsae.config import Json
+from dmsae.report.style import COLOURS, GREY, legend_below, panels
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class Series(NamedTuple):
+    """SAEs that are drawn alike: those of some parts whose name, without its k, is this."""
+
+    label: str
+    parts: tuple[str, ...]
+    sae: str
+    colour: str
+    marker: str
+
+
+KEPT = (
+    Series("first core, dense", ("paper",), "dense", COLOURS[1], "s"),
+    Series("distilled core, dense", ("cycles",), "dense", COLOURS[4], "s"),
+    Series("random directions", ("paper", "cycles"), "random-norm_matched-dense", GREY, "s"),
+    Series("first core, detectors", ("paper",), "detector", COLOURS[0], "o"),
+    Series("first core, detectors below the cap", ("capped",), "detector", COLOURS[5], "o"),
+    Series("distilled core, detectors", ("cycles",), "detector", COLOURS[2], "o"),
+    Series("consensus, detectors", ("consensus",), "detector", COLOURS[3], "o"),
+    Series("by firing rate", ("capped",), "firing_rate-detector", COLOURS[6], "v"),
+    Series("by mean activation", ("capped",), "mean_activation-detector", COLOURS[6], "^"),
+    Series("any of the candidates", ("capped",), "random_subset-detector", COLOURS[6], "+"),
+    Series("principal components", ("capped",), "principal_components-detector", COLOURS[6], "x"),
+    Series("random detectors", ("paper", "capped", "consensus", "cycles"), "random-detector", GREY, "o"),
+)
+"""Cores whose price is drawn: squares are directions, circles detectors, grey is random."""
+
+METHODS = {
+    "dense": Series("DMSAE, dense core", (), "dense", COLOURS[0], "o"),
+    "sparse": Series("DMSAE, sparse core", (), "sparse", COLOURS[3], "o"),
+    "detector": Series("DMSAE, detectors", (), "detector", COLOURS[2], "o"),
+    "msae": Series("MSAE", (), "msae", COLOURS[1], "s"),
+    "batchtopk": Series("BatchTopK", (), "batchtopk", COLOURS[4], "^"),
+    "random-norm_matched-dense": Series("random dense core", (), "", GREY, "x"),
+    "random-norm_matched-sparse": Series("random sparse core", (), "", GREY, "+"),
+    "random-detector": Series("random detectors", (), "", GREY, "v"),
+}
+"""SAEs of the benchmark, by their name without its k."""
+
+
+def price(figures: Sequence[Json]) -> "Figure":
+    """Return what it costs to keep latents: price against their number, for every rule, freeze and number of cycles."""
+    figure, axes = panels(2, columns=2, width=4.2, height=3.4)
+    labels = ("variance explained that is lost\nat the same measured L0", "nats of next-token loss that are added")
+    for axis, name, label in zip(axes, ("price", "price_loss"), labels, strict=True):
+        for series in KEPT:
+            _points(axis, figures, series, name)
+        axis.axhline(0, color="black", linewidth=0.8)
+        axis.set_xlabel("latents kept")
+        axis.set_ylabel(f"price: {label}")
+        axis.locator_params(axis="x", integer=True)
+    return legend_below(figure, axes, columns=3)
+
+
+def _points(axis: "Axes", figures: Sequence[Json], series: Series, name: str) -> None:
+    rows = [row for one in figures if one["part"] in series.parts for row in one["rows"] if method(row) == series.sae]
+    known = [row for row in rows if row.get(name) is not None]
+    if known:
+        x, y = ([row[figure] for row in known] for figure in ("n_core", name))
+        axis.scatter(x, y, color=series.colour, marker=series.marker, s=26, label=series.label, linewidths=1)
+
+
+def method(row: Json) -> str:
+    """Return the name of an SAE without its k."""
+    return str(row["sae"]).rpartition("-k")[0]
+
+
+def benchmark(figures: Sequence[Json]) -> "Figure":
+    """Return every score against the measured L0: DMSAEs, MSAE and BatchTopK, with random cores and the nulls."""
+    scores = list(dict.fromkeys((row["measure"], row["figure"]) for one in figures for row in one["scores"]))
+    shown = [score for score in scores if score != ("fidelity", "l0")]
+    figure, axes = panels(len(shown), columns=3, width=2.9, height=2.3)
+    for axis, score in zip(axes, shown, strict=True):
+        for name, series in METHODS.items():
+            _curve(axis, figures, name, score, series)
+        nulls = [row["null"] for one in figures for row in one["scores"] if (row["measure"], row["figure"]) == score]
+        if known := [null for null in nulls if null is not None]:
+            axis.axhline(fmean(known), color="black", linestyle=":", linewidth=1, label="null, mean")
+        axis.set_title(score[0].replace("_", " "))
+        axis.set_ylabel(score[1].replace("_", " "))
+        axis.set_xlabel("measured L0")
+    return legend_below(figure, axes, columns=3)
+
+
+def _curve(axis: "Axes", figures: Sequence[Json], name: str, score: tuple[str, str], series: Series) -> None:
+    """Draw one method: a point for each seed and k, and a line through the means of the seeds."""
+    by_k: dict[str, list[tuple[float, float]]] = {}
+    for one in figures:
+        l0 = {row["sae"]: row["l0"] for row in one["rows"]}
+        for row in one["scores"]:
+            found = (row["measure"], row["figure"]) == score and method(row) == name
+            if found and row["score"] is not None and l0.get(row["sae"]) is not None:
+                by_k.setdefault(row["sae"], []).append((l0[row["sae"]], row["score"]))
+    if not by_k:
+        return
+    means = sorted(tuple(fmean(values) for values in zip(*points, strict=True)) for points in by_k.values())
+    axis.plot(*zip(*means, strict=True), color=series.colour, linewidth=1.2)
+    points = [point for some in by_k.values() for point in some]
+    x, y = zip(*points, strict=True)
+    axis.scatter(x, y, color=series.colour, marker=series.marker, s=16, label=series.label, linewidths=1)
+
+
+def consistency(figures: Sequence[Json]) -> "Figure":
+    """Return how many latents two independent runs both have, by how they were chosen and how long they trained."""
+    pairs = [pair for one in figures for pair in one["pairs"]]
+    lengths = sorted({pair["tokens"] for pair in pairs})
+    names = list(dict.fromkeys(pair["what"] for pair in pairs))
+    figure, axes = panels(2, columns=2, width=4.2, height=0.32 * len(names) + 1.4)
+    labels = {"share_found": "share that both runs have", "jaccard": "Jaccard of firing"}
+    for axis, (name, label) in zip(axes, labels.items(), strict=True):
+        for i, tokens in enumerate(lengths):
+            points = [(pair[name], names.index(pair["what"])) for pair in pairs if pair["tokens"] == tokens]
+            x, y = zip(*points, strict=True)
+            axis.scatter(x, y, color=COLOURS[i], s=24, label=f"{tokens:,} tokens")
+        axis.set_yticks(range(len(names)), names if axis is axes[0] else [""] * len(names))
+        axis.invert_yaxis()
+        axis.set_xlim(left=0)
+        axis.set_xlabel(label)
+    axes[0].set_ylabel("latents compared")
+    axes[1].set_ylabel("the same")
+    return legend_below(figure, axes, columns=len(lengths))
+
+
+def regime(figures: Sequence[Json]) -> "Figure":
+    """Return the margin of detectors over the best control in every regime, in the search and when confirmed."""
+    names = list(dict.fromkeys(one["regime"] for found in figures for one in found["regimes"]))
+    figure, (axis,) = panels(1, columns=1, width=6.0, height=0.4 * len(names) + 1.4)
+    for i, (part, label) in enumerate((("regime", "search"), ("confirmation", "fresh seeds"))):
+        tried = [one for found in figures if found["part"] == part for one in found["regimes"]]
+        known = [(one["margin"], names.index(one["regime"])) for one in tried if one["margin"] is not None]
+        if known:
+            x, y = zip(*known, strict=True)
+            axis.scatter(x, [place + 0.15 * i for place in y], color=COLOURS[i], s=26, label=label)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.set_xlabel("price of the best control less that of the core; above 0 the core wins")
+    axis.set_ylabel("regime")
+    return legend_below(figure, [axis], columns=2)
