@@ -19,7 +19,10 @@ from torch import Tensor
 
 from dmsae.config import require, require_choice
 from dmsae.errors import ConfigError
+from dmsae.sae.comms import ALONE, Axis, Comms
+from dmsae.sae.grads import square_norm, summed_norm, write_, write_b_dec_
 from dmsae.sae.sae import SAE
+from dmsae.sae.selection import keep_largest_of_rows_
 from dmsae.sae.sparse import Active, Gradients, decode, gradients, latent_offsets
 
 
@@ -69,7 +72,7 @@ class BatchResult(NamedTuple):
     aux_loss: float
     """The auxiliary loss, before α."""
     n_fired: Tensor
-    """Number of tokens on which each latent fired, [K]."""
+    """Number of tokens on which each latent fired, [K]; on a mesh, for the rank's own latents."""
     l0_core: float
     """Core latents that fired per token."""
     l0_noncore: float
@@ -98,59 +101,77 @@ def backward_(
     objective: Objective,
     dead_K: Tensor | None = None,
     warm_start: float | None = None,
+    comms: Comms = ALONE,
 ) -> BatchResult:
     """Overwrite the gradients of every parameter with those of this batch, and return what was measured.
 
     Decoder gradients come without their component along the decoder row, which has unit norm and keeps it. `dead_K`
     marks the latents that had not fired for long before this batch; those that fire in it are alive. Nothing but the
-    gradients changes, and `warm_start` only saves time.
+    gradients changes, and `warm_start` only saves time. On a mesh each rank gives its tokens and its own part of the
+    SAE, and gets the gradients of its part over the tokens of all ranks.
     """
     config = sae.config
     if x_BD.ndim != 2 or x_BD.shape[1] != config.d_model or not len(x_BD):
         raise ConfigError(f"x has shape {list(x_BD.shape)}; it must have shape [B, {config.d_model}] with B > 0.")
-    n_tokens, n_core = len(x_BD), config.n_core
-    input_BD, active, core_BC = sae.train_codes(x_BD, warm_start)
+    n_tokens, n_core = len(x_BD) * comms.data.size, config.n_core
+    input_BD, active, core_BC = sae.train_codes(x_BD, warm_start, comms)
     centered_BD = input_BD if config.center_input else x_BD - sae.b_dec
     offsets = latent_offsets(active, config.width)
     n_fired = offsets.diff()
     if core_BC is not None:
         n_fired[:n_core] = (core_BC > 0).sum(0)
+    comms.data.sum_(n_fired)
 
-    residuals = _residuals(sae, active, offsets, core_BC, centered_BD)
-    errors_G = torch.stack([_square_norm(residual) for residual in residuals]) / n_tokens
-    auxiliary = _auxiliary(sae, input_BD, residuals[-1], dead_K, n_fired, objective.aux_alpha)
+    residuals = _residuals(sae, active, offsets, core_BC, centered_BD, comms.latents)
+    errors_G = comms.data.sum_(torch.stack([square_norm(residual) for residual in residuals])) / n_tokens
+    auxiliary = _auxiliary(sae, input_BD, residuals[-1], dead_K, n_fired, objective.aux_alpha, comms)
     weight = objective.weight(len(residuals))
     upstreams = _upstreams_(residuals, -2 * weight / n_tokens)
 
     squares: list[Tensor] = []
     for part in _gradients(sae, active, offsets, core_BC, input_BD, upstreams):
-        squares += _write_(sae, part)
+        squares += write_(sae, part)
     for part in auxiliary.gradients if auxiliary is not None else ():
-        squares += _write_(sae, part)
-    squares.append(_write_b_dec_(sae, upstreams[0]))
+        squares += write_(sae, part)
+    square_b_dec = write_b_dec_(sae, upstreams[0], comms)
+    grad_norm = summed_norm(sae, squares, square_b_dec, comms)
 
     aux_loss = auxiliary.loss if auxiliary is not None else 0.0
     noncore = active.values_S[int(offsets[n_core]) :]
+    smallest = comms.both.min_(torch.stack([_smallest(noncore), _smallest(active.values_S)]))
+    fired = comms.latents.sum_(torch.stack([n_fired[:n_core].sum(), n_fired[n_core:].sum()]))
     return BatchResult(
         loss=weight * float(errors_G.sum()) + objective.aux_alpha * aux_loss,
         prefix_errors=errors_G,
         aux_loss=aux_loss,
         n_fired=n_fired,
-        l0_core=float(n_fired[:n_core].sum()) / n_tokens,
-        l0_noncore=float(n_fired[n_core:].sum()) / n_tokens,
-        threshold=float(noncore.min()) if len(noncore) else 0.0,
-        warm_start=float(active.values_S.min()) if len(active.values_S) else 0.0,
-        grad_norm=float(torch.stack(squares).sum().sqrt()),
+        l0_core=float(fired[0]) / n_tokens,
+        l0_noncore=float(fired[1]) / n_tokens,
+        threshold=_finite(smallest[0]),
+        warm_start=_finite(smallest[1]),
+        grad_norm=grad_norm,
     )
 
 
-def _residuals(sae: SAE, active: Active, offsets: Tensor, core_BC: Tensor | None, target_BD: Tensor) -> list[Tensor]:
+def _smallest(values: Tensor) -> Tensor:
+    """Return the smallest value, or infinity when there is none."""
+    return values.min() if len(values) else values.new_tensor(math.inf)
+
+
+def _finite(smallest: Tensor) -> float:
+    return float(smallest) if smallest.isfinite() else 0.0
+
+
+def _residuals(
+    sae: SAE, active: Active, offsets: Tensor, core_BC: Tensor | None, target_BD: Tensor, latents: Axis
+) -> list[Tensor]:
     """Return x − x̂_m for every prefix m; `target_BD` is x − b_dec."""
     residuals: list[Tensor] = []
     bounds = offsets[[0, *sae.config.prefixes]].tolist()
     for part_BD in decode(active, bounds, sae.W_dec, len(target_BD)):
         if core_BC is not None and not residuals:
             part_BD.addmm_(core_BC, sae.W_dec[: sae.config.n_core])
+        latents.sum_(part_BD)
         target_BD = torch.sub(target_BD, part_BD, out=part_BD)
         residuals.append(target_BD)
     return residuals
@@ -206,31 +227,42 @@ def _detector_gradients(f_BC: Tensor, upstream_BD: Tensor, W_dec_CD: Tensor) -> 
 
 
 def _auxiliary(
-    sae: SAE, input_BD: Tensor, residual_BD: Tensor, dead_K: Tensor | None, n_fired: Tensor, alpha: float
+    sae: SAE,
+    input_BD: Tensor,
+    residual_BD: Tensor,
+    dead_K: Tensor | None,
+    n_fired: Tensor,
+    alpha: float,
+    comms: Comms,
 ) -> _Auxiliary | None:
     """Rebuild the residual from each token's largest dead non-core latents; return the loss and its gradients."""
-    n_core, n_kept, n_tokens = sae.config.n_core, sae.config.d_model // 2, len(input_BD)
+    n_core, n_kept, n_tokens = sae.config.n_core, sae.config.d_model // 2, len(input_BD) * comms.data.size
     if dead_K is None or alpha == 0:
         return None
     dead_A = (dead_K & (n_fired == 0))[n_core:].nonzero().squeeze(1) + n_core
-    if not len(dead_A):
+    if not comms.latents.sum_(torch.tensor(len(dead_A), device=dead_A.device)):
         return None
     decoder_AD = sae.W_dec[dead_A]
     f_BA = torch.addmm(
         sae.b_enc[dead_A - sae.config.n_detectors], input_BD, sae.W_enc_noncore[dead_A - n_core].T
     ).relu_()
     values, indices = f_BA.topk(min(n_kept, len(dead_A)), sorted=False)
+    keep_largest_of_rows_(values, n_kept, comms.latents)
 
+    # Of the ranks with these tokens the first starts from the residual, so that the sum over them holds it once.
+    target_BD = residual_BD if comms.latents.rank == 0 else torch.zeros_like(residual_BD)
     sparse = len(dead_A) > _SPARSE_FROM * n_kept
     if sparse:
         active = _by_latent(values, indices)
-        (part_BD,) = decode(active, (0, len(active.values_S)), decoder_AD, n_tokens)
-        error_BD = residual_BD - part_BD
+        (part_BD,) = decode(active, (0, len(active.values_S)), decoder_AD, len(input_BD))
+        error_BD = target_BD - part_BD
     else:
         f_BA.zero_().scatter_(1, indices, values)
-        error_BD = torch.addmm(residual_BD, f_BA, decoder_AD, alpha=-1)
-    variance = (residual_BD - residual_BD.mean(0)).square_().sum() / n_tokens
-    loss = float(error_BD.square().sum() / n_tokens / variance)
+        error_BD = torch.addmm(target_BD, f_BA, decoder_AD, alpha=-1)
+    comms.latents.sum_(error_BD)
+    mean_D = comms.data.sum_(residual_BD.sum(0)) / n_tokens
+    variance = comms.data.sum_((residual_BD - mean_D).square_().sum()) / n_tokens
+    loss = float(comms.data.sum_(error_BD.square().sum()) / n_tokens / variance)
     if not math.isfinite(loss):
         return None
     upstream_BD = error_BD.mul_(-2 * alpha / (n_tokens * variance))
@@ -247,47 +279,3 @@ def _by_latent(values_BS: Tensor, indices_BS: Tensor) -> Active:
     tokens, places = (values_BS > 0).nonzero(as_tuple=True)
     latents, order = torch.sort(indices_BS[tokens, places].int(), stable=True)
     return Active(latents, tokens[order].int(), values_BS[tokens, places][order])
-
-
-def _write_(sae: SAE, part: Gradients) -> list[Tensor]:
-    """Write gradients into `.grad`, the decoder's projected, and return their square norms."""
-    decoder = part.decoder.addcmul_(sae.W_dec[part.rows], part.parallel[:, None], value=-1)
-    _grad(sae.W_dec)[part.rows] = decoder
-    squares = [_square_norm(decoder)]
-    if part.bias is not None:
-        _grad(sae.b_enc)[_shifted(part.rows, sae.config.n_detectors)] = part.bias
-        squares.append(_square_norm(part.bias))
-    if part.encoder is not None:
-        _grad(sae.W_enc_noncore)[_shifted(part.rows, sae.config.n_core)] = part.encoder
-        squares.append(_square_norm(part.encoder))
-    return squares
-
-
-def _shifted(rows: slice | Tensor, n: int) -> slice | Tensor:
-    """Return the same latents as indices into a tensor that leaves out the first n."""
-    return slice(rows.start - n, rows.stop - n) if isinstance(rows, slice) else rows - n
-
-
-def _write_b_dec_(sae: SAE, upstream_BD: Tensor) -> Tensor:
-    """Write the gradient of b_dec, which the encoder sees too when it centres its input; return its square norm."""
-    n_core = sae.config.n_core
-    grad_D = upstream_BD.sum(0)
-    if sae.config.center_input:
-        bias = _grad(sae.b_enc)
-        if sae.config.n_detectors:
-            grad_D -= bias @ sae.W_enc_noncore
-        else:
-            grad_D -= bias[:n_core] @ sae.W_enc_core + bias[n_core:] @ sae.W_enc_noncore
-    _grad(sae.b_dec).copy_(grad_D)
-    return _square_norm(grad_D)
-
-
-def _square_norm(tensor: Tensor) -> Tensor:
-    flat = tensor.flatten()
-    return torch.dot(flat, flat)
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from dmsae.sae.comms import ALONE, Comms
+from dmsae.sae.selection import nth_largest, surplus_ties
+
 _BLOCK_ELEMENTS = 1 << 22
 """Pre-activations held at a time: few enough to stay in cache, enough rows for the product to run at full speed."""
 
@@ -57,20 +60,28 @@ class Gradients(NamedTuple):
 
 @torch.no_grad()
 def select_top(
-    x_BD: Tensor, encoders: Sequence[Tensor], bias_K: Tensor, n_keep: int, warm_start: float | None = None
+    x_BD: Tensor,
+    encoders: Sequence[Tensor],
+    bias_K: Tensor,
+    n_keep: int,
+    warm_start: float | None = None,
+    first_latent: int = 0,
+    comms: Comms = ALONE,
 ) -> Active:
     """Return the `n_keep` largest positive entries of `encoders @ x + bias`, or all the positive ones when fewer.
 
-    `encoders` are stacked blocks of rows. Of equal entries the first survive. `warm_start`, the smallest survivor
-    of a similar batch, saves work and never changes the result.
+    `encoders` are stacked blocks of rows, of which the first belongs to `first_latent`. Of equal entries the first
+    survive. `warm_start`, the smallest survivor of a similar batch, saves work and never changes the result. On a mesh
+    each rank gets its own of the `n_keep` largest entries of all ranks.
     """
     cut = _WARM_START * warm_start if warm_start is not None and 0 < warm_start < float("inf") else 0.0
     candidates = _scan(x_BD, encoders, bias_K, n_keep, cut)
-    threshold = _nth_largest(candidates.values_S, n_keep)
+    threshold = nth_largest(candidates.values_S, n_keep, comms.both)
     if cut > 0 and not threshold > cut:
         candidates = _scan(x_BD, encoders, bias_K, n_keep, 0.0)
-        threshold = _nth_largest(candidates.values_S, n_keep)
-    return _keep_largest(candidates, threshold, n_keep)
+        threshold = nth_largest(candidates.values_S, n_keep, comms.both)
+    candidates.latents_S.add_(first_latent)
+    return _keep_largest(candidates, threshold, n_keep, len(x_BD), comms)
 
 
 def _scan(x_BD: Tensor, encoders: Sequence[Tensor], bias_K: Tensor, n_keep: int, cut: float) -> Active:
@@ -84,10 +95,10 @@ def _scan(x_BD: Tensor, encoders: Sequence[Tensor], bias_K: Tensor, n_keep: int,
         if n_found > _PRUNE_AT * n_keep:
             # What the blocks so far hold above their n_keep-th largest is all that later blocks have to beat.
             candidates = _concatenate(parts)
-            cut = max(cut, _nth_largest(candidates.values_S, n_keep))
+            cut = max(cut, nth_largest(candidates.values_S, n_keep, ALONE.both))
             parts = [_take(candidates, candidates.values_S >= cut)]
             n_found = len(parts[0].values_S)
-    return _concatenate(parts)
+    return _concatenate(parts) if parts else _none_of(x_BD)
 
 
 def _pre_activation_blocks(x_BD: Tensor, encoders: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
@@ -123,28 +134,29 @@ def _entries_above(pre_rB: Tensor, bias_r: Tensor, cut: float, first: int) -> Ac
     return Active(rows.add_(first).int(), tokens, values)
 
 
-def _keep_largest(candidates: Active, threshold: float, n_keep: int) -> Active:
+def _keep_largest(candidates: Active, threshold: float, n_keep: int, n_tokens: int, comms: Comms) -> Active:
     """Return the candidates above the `n_keep`-th largest, and of those equal to it the first, `n_keep` in all."""
     values = candidates.values_S
     if threshold <= 0:
         return _take(candidates, values > 0)
     keep = values >= threshold
-    if (surplus := int(keep.sum()) - n_keep) > 0:
+    if (surplus := int(comms.both.sum_(keep.sum())) - n_keep) > 0:
         ties = (values == threshold).nonzero().squeeze(1)
-        keep[ties[len(ties) - surplus :]] = False
+        latents = candidates.latents_S[ties].long() * comms.latents.size + comms.latents.rank
+        tokens = candidates.tokens_S[ties] + comms.data.rank * n_tokens
+        order = latents * (n_tokens * comms.data.size) + tokens
+        keep[ties[surplus_ties(order, surplus, comms.both)]] = False
     return _take(candidates, keep)
-
-
-def _nth_largest(values: Tensor, n: int) -> float:
-    """Return the n-th largest value, or 0 when there are fewer than n."""
-    if n > len(values):
-        return 0.0
-    return float(values.kthvalue(len(values) - n + 1).values)
 
 
 def _take(entries: Active, mask: Tensor) -> Active:
     index = mask.nonzero().squeeze(1)
     return Active(*(tensor.index_select(0, index) for tensor in entries))
+
+
+def _none_of(x_BD: Tensor) -> Active:
+    none = torch.empty(0, dtype=torch.int32, device=x_BD.device)
+    return Active(none, none.clone(), x_BD.new_empty(0))
 
 
 def _concatenate(parts: Sequence[Active]) -> Active:

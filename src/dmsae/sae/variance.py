@@ -3,10 +3,17 @@
 import torch
 from torch import Tensor
 
+from dmsae.sae.comms import ALONE, Axis
 
-def variance(x_BD: Tensor) -> float:
-    """Return the variance of activations about their mean: summed over dimensions, mean over tokens."""
-    return float((x_BD - x_BD.mean(0)).square().sum(1).mean())
+
+def variance(x_BD: Tensor, data: Axis = ALONE.data) -> float:
+    """Return the variance of activations about their mean: summed over dimensions, mean over tokens.
+
+    On a mesh, of those of all ranks along an axis, which have equally many.
+    """
+    n_tokens = len(x_BD) * data.size
+    mean_D = data.sum_(x_BD.sum(0)) / n_tokens
+    return float(data.sum_((x_BD - mean_D).square().sum(1).sum()) / n_tokens)
 
 
 def squared_error(x_BD: Tensor, reconstruction_BD: Tensor) -> float:
