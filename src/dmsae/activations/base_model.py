@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmsae.activations.dtypes import DtypeName, torch_dtype
+from dmsae.activations.head import Head
 from dmsae.activations.identity import ModelIdentity
 from dmsae.devices import model_device
 from dmsae.disk.files import canonical_hash, sha256_of, user_path
@@ -193,6 +194,7 @@ class BaseModel:
         self.keep_mask = KeepMask.of(tokenizer)
         self.device = next(model.parameters()).device
         self._hooked = model.get_submodule(identity.hook)
+        self._head = Head(model)
 
     @classmethod
     def load(
@@ -245,6 +247,7 @@ class BaseModel:
 
     def gradients(self, tokens_NL: Tensor, counted_NL: Tensor | None = None) -> LossGradient:
         """Return x, g and the losses that are counted (default: all); blocks below the hook build no graph."""
+        self._head.prepare(self._on_device(tokens_NL))
         leaf: list[Tensor] = []
 
         def restart_graph(_module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -276,6 +279,7 @@ class BaseModel:
 
         It is 0 where there is no next token, and where `counted_NL` is false.
         """
+        self._head.prepare(self._on_device(tokens_NL))
         with self._edited(tokens_NL, edit):
             return self._next_token_losses(tokens_NL, counted_NL)
 
@@ -309,16 +313,17 @@ class BaseModel:
     def _next_token_losses(self, tokens_NL: Tensor, counted_NL: Tensor | None) -> Tensor:
         """Return the cross-entropy [N, L] of each position's next token, 0 where there is none or it is not counted."""
         # The targets are shifted, not the logits: a slice of those would be copied, and its gradient again.
-        logits_NLV = self._forward(tokens_NL).logits.float()
         targets_NL = F.pad(tokens_NL[:, 1:], (0, 1), value=PAD).to(self.device, torch.int64)
         if counted_NL is not None:
             targets_NL = targets_NL.masked_fill(~counted_NL.to(self.device), PAD)
-        losses = F.cross_entropy(logits_NLV.flatten(0, 1), targets_NL.flatten(), ignore_index=PAD, reduction="none")
-        return losses.view(targets_NL.shape)
+        return self._head.losses(self._on_device(tokens_NL), targets_NL)
 
     def _forward(self, tokens_NL: Tensor) -> Any:
+        return self.model(input_ids=self._on_device(tokens_NL), use_cache=False)
+
+    def _on_device(self, tokens_NL: Tensor) -> Tensor:
         # Padding is only at the end of a context: a causal model's earlier positions never see it.
-        return self.model(input_ids=tokens_NL.to(self.device, torch.int64).clamp(min=0), use_cache=False)
+        return tokens_NL.to(self.device, torch.int64).clamp(min=0)
 
     @contextmanager
     def _hook(self, function: Any) -> Iterator[None]:
