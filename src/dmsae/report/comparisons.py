@@ -54,7 +54,7 @@ METHODS = {
 def price(figures: Sequence[Json]) -> "Figure":
     """Return what it costs to keep latents: price against their number, for every rule, freeze and number of cycles."""
     figure, axes = panels(2, columns=2, width=4.2, height=3.4)
-    labels = ("variance explained that is lost\nat the same measured L0", "nats of next-token loss that are added")
+    labels = ("variance explained that is lost\nat the same measured L0", "nats of next-token loss\nthat are added")
     for axis, name, label in zip(axes, ("price", "price_loss"), labels, strict=True):
         for series in KEPT:
             _points(axis, figures, series, name)
