@@ -31,7 +31,8 @@ def one_round(scene: Scene, scratch: Path, number: int, tally: Tally) -> None:
         attack_run(scene, scratch, draws, tally)
     attack_unfinished_store(scene, scratch, draws, tally)
     attack_unfinished_run(scene, scratch, draws, tally)
-    attack_by_kills(scene, job, scratch, draws, tally, at_most=4)
+    for killed in _JOBS:
+        attack_by_kills(scene, killed, scratch, draws, tally, at_most=4)
     attack_by_full_disk(scene, job, scratch, draws, tally)
     if number % 3 == 0:
         attack_by_race(scene, job, scratch, draws, tally)
@@ -51,6 +52,9 @@ def main() -> None:
         while time.monotonic() < end:
             one_round(scene, Path(scratch), number, tally)
             number += 1
+            left = max(0, round((end - time.monotonic()) / 60))
+            found = f"{tally.total:,} attempts, {tally.n_kills} kills, {len(tally.examples)} found"
+            print(f"{number - options.seed} rounds, {found}, {left} min left", file=sys.stderr)
     print(f"{number - options.seed} rounds from {options.seed}, {tally.total:,} attempts, {tally.n_kills} kills\n")
     print(tally.table())
     for example in tally.examples:
