@@ -79,12 +79,12 @@ def test_a_warm_start_scans_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_candidates_stay_few_from_a_cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
     n_seen = []
 
-    def recording(values: torch.Tensor, n: int) -> float:
+    def recording(values: torch.Tensor, n: int, _axis: object) -> float:
         n_seen.append(len(values))
         return float(values.kthvalue(len(values) - n + 1).values)
 
     monkeypatch.setattr("dmsae.sae.sparse._BLOCK_ELEMENTS", 64 * 64)
-    monkeypatch.setattr("dmsae.sae.sparse._nth_largest", recording)
+    monkeypatch.setattr("dmsae.sae.sparse.nth_largest", recording)
     generator = torch.Generator().manual_seed(0)
     encoder, x = torch.randn(4096, 16, generator=generator), torch.randn(64, 16, generator=generator)
     select_top(x, [encoder], torch.zeros(4096), 64 * 8)
