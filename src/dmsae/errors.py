@@ -68,6 +68,10 @@ class TrainingError(DmsaeError):
     """Training cannot continue: the numbers are no longer finite, or the data ran out."""
 
 
+class MeshError(DmsaeError):
+    """The ranks of a mesh cannot work together, or one of them has been lost."""
+
+
 class AttributionError(DmsaeError):
     """No core can be selected: the attribution scores are all zero, not finite, or not of the latents asked for."""
 
