@@ -102,7 +102,7 @@ def test_without_its_sae_a_core_is_listed(run: Path, capsys: pytest.CaptureFixtu
     Core.load(run).save(tmp_path / "alone")
     lines, notes = shown([str(tmp_path / "alone"), "--top", "2"], capsys)
     assert "No more is known of these latents: The SAE that this core was selected from is not in" in notes
-    assert [line.partition(",")[0].partition(" a")[0] for line in lines if ". attribution" in line] == ["1.", "2."]
+    assert [line.partition(",")[0].partition(" a")[0] for line in lines if ". attribution" in line] == ["0.", "1."]
 
 
 def test_an_sae_gets_figures_and_tokens_too(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -72,10 +72,14 @@ def _show_core(place: Path, top: int, wanted: "DescriptionConfig", root: Path | 
     for i, one in enumerate(facts):
         lineage, score = core.lineage[i], float(core.scores_C[i])
         _print_latent(
-            f"{i + 1}. attribution {score:.3g}, born in cycle {lineage.birth_cycle} as latent {lineage.birth_index}, "
-            f"selected {len(lineage.selected_in)} times",
+            f"{i}. attribution {score:.3g}, latent {int(core.slots_C[i])}, born in cycle {lineage.birth_cycle} as "
+            f"latent {lineage.birth_index}, selected {len(lineage.selected_in)} times",
             one,
         )
+    out.print(
+        f"\nNumbers in front: the latent's index in every SAE trained from this core. »latent«: its index in the SAE of "
+        f"cycle {core.cycle}, which the core was selected from."
+    )
     _print_legend(facts)
 
 
