@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 
 setup: $(READY)  ## a virtual environment with pinned installs
 
-assets: $(READY)  ## the default model and corpus (138 MB to fetch, once)
+assets: $(READY)  ## the default model and corpus (141 MB to fetch, once)
 	$(BIN)/dmsae assets fetch
 
 demo: assets  ## from nothing to distilled cores, the SAEs trained from them, and their controls, in minutes
