@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from dmsae.distillation.transfer import TransferConfig, transfer
     from dmsae.errors import DmsaeError
     from dmsae.evaluation.fidelity import fidelity
+    from dmsae.formats.exchange import export_sae, import_sae
+    from dmsae.formats.hub import from_pretrained, push_to_hub
     from dmsae.interventions.hooks import splice_into
     from dmsae.interventions.intervention import Intervention
     from dmsae.interventions.reading import read
@@ -67,6 +69,8 @@ _HOMES = {
     "distillation.transfer": ("TransferConfig", "transfer"),
     "errors": ("DmsaeError",),
     "evaluation.fidelity": ("fidelity",),
+    "formats.exchange": ("export_sae", "import_sae"),
+    "formats.hub": ("from_pretrained", "push_to_hub"),
     "interventions.hooks": ("splice_into",),
     "interventions.intervention": ("Intervention",),
     "interventions.reading": ("read",),
@@ -99,10 +103,14 @@ __all__ = [
     "__version__",
     "attribute",
     "distill",
+    "export_sae",
     "fidelity",
+    "from_pretrained",
     "harvest",
+    "import_sae",
     "import_store",
     "open_store",
+    "push_to_hub",
     "random_core",
     "read",
     "select_core",

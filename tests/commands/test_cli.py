@@ -20,6 +20,7 @@ GROUPS = {
     "assets": ("list", "fetch", "verify", "where"),
     "store": ("list", "show", "verify", "import", "remove"),
     "core": ("show", "diff", "select", "survival", "ablate"),
+    "hub": ("push", "pull"),
 }
 SINGLE = (
     "harvest",
@@ -29,6 +30,8 @@ SINGLE = (
     "evaluate",
     "read",
     "steer",
+    "export",
+    "import",
     "experiment",
     "figures",
     "report",

@@ -40,6 +40,15 @@ def user_path(text: str) -> Path:
         raise ConfigError(f"{text!r}: there is no such user, and so no home directory. Give the whole path.") from error
 
 
+def without_places(value: Any) -> Any:
+    """Return a JSON value in which every absolute path has been cut down to its last part, to be given to others."""
+    if isinstance(value, str):
+        return Path(value).name if Path(value).is_absolute() else value
+    if isinstance(value, Mapping):
+        return {name: without_places(one) for name, one in value.items()}
+    return [without_places(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 def open_regular(path: Path) -> IO[bytes]:
     """Open a file for reading; anything else under that name (a pipe, a device) is an `OSError`, never waited for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,6 +1,6 @@
 """From the tensors of a foreign checkpoint to one of our SAEs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ class Imported(NamedTuple):
     sae: SAE
     """The SAE, in float32 and frozen, for activations as the model puts them out."""
     kind: str
-    """Where it came from: `dmsae`, `dictionary_learning` or `saelens`."""
+    """Where it came from: `dmsae`, or the name of another format."""
     notes: tuple[str, ...]
     """What was changed or assumed, a sentence each."""
     sha256: str
@@ -33,13 +33,29 @@ class Imported(NamedTuple):
     model: ModelIdentity | None = None
     """The model it was trained on, when the checkpoint holds an identity that can be checked."""
 
-    def agreeing(self, path: Path, k: int | None, prefixes: Sequence[int] | None) -> "Imported":
-        """Return this, unless it contradicts what was asked for."""
-        require_agreement(path, "k", self.sae.config.k, k)
-        require_agreement(
-            path, "prefixes", list(self.sae.config.prefixes), None if prefixes is None else list(prefixes)
-        )
+    def agreeing(self, path: Path, given: "Given") -> "Imported":
+        """Return this, unless it contradicts what was said of it."""
+        config = self.sae.config
+        require_agreement(path, "k", config.k, given.k)
+        require_agreement(path, "prefixes", list(config.prefixes), given.prefix_list)
+        require_agreement(path, "center_input", config.center_input, given.center_input)
         return self
+
+
+class Given(NamedTuple):
+    """What the caller says of a checkpoint, for formats that do not say it. What is said must not be contradicted."""
+
+    k: int | None = None
+    prefixes: Sequence[int] | None = None
+    center_input: bool | None = None
+    """Whether the encoder sees x − b_dec."""
+    activations: Tensor | None = None
+    """Raw activations [n, D] on which a threshold is set, for an SAE that has none."""
+
+    @property
+    def prefix_list(self) -> list[int] | None:
+        """The prefixes as a checkpoint would state them."""
+        return list(self.prefixes) if self.prefixes else None
 
 
 class Weights(NamedTuple):
@@ -53,9 +69,17 @@ class Weights(NamedTuple):
 
 
 def build(
-    file: Path, kind: str, weights: Weights, k: int, prefixes: Sequence[int], center_input: bool, notes: Sequence[str]
+    file: Path,
+    kind: str,
+    weights: Weights,
+    config: SAEConfig | Callable[[int, int], SAEConfig],
+    notes: Sequence[str],
+    model: ModelIdentity | None = None,
 ) -> Imported:
-    """Return an SAE without a core from foreign weights, its decoder rows brought to unit norm."""
+    """Return an SAE from foreign weights, its decoder rows brought to unit norm.
+
+    `config` is what it is, or a function of its width and that of the activations which returns that.
+    """
     path = file.parent
     weights = Weights(*(tensor.detach().float() for tensor in weights))
     width, d_model = _require_shapes(path, weights)
@@ -63,25 +87,41 @@ def build(
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"{path}: {name} is not finite. The checkpoint cannot be used.")
     try:
-        config = SAEConfig(d_model, width, k, tuple(prefixes), center_input=center_input)
+        config = config if isinstance(config, SAEConfig) else config(width, d_model)
     except ConfigError as error:
         raise CheckpointError(f"{path} does not make an SAE: {error}") from error
+    if (config.width, config.d_model) != (width, d_model):
+        raise CheckpointError(
+            f"{path}: the config is of {config.width} latents on activations {config.d_model} wide; the weights are of "
+            f"{width} latents, {d_model} wide."
+        )
     weights, changes = _with_unit_rows(weights)
     for name, tensor in weights._asdict().items():
         if not torch.isfinite(tensor).all():
             raise CheckpointError(
                 f"{path}: {name} is not finite once decoder rows have unit norm: the norms are too large for float32."
             )
-    if (weights.threshold_K < 0).any():
+    n = config.n_detectors
+    if (weights.threshold_K[n:] < 0).any():
         changes.append("Thresholds below 0 were set to 0: every positive activation passes, as before.")
-    sae = SAE(config)
-    with torch.no_grad():
-        sae.W_enc_noncore.copy_(weights.W_enc_KD)
-        sae.b_enc.copy_(weights.b_enc_K)
-        sae.W_dec.copy_(weights.W_dec_KD)
-        sae.b_dec.copy_(weights.b_dec_D)
-        sae.threshold.copy_(weights.threshold_K.clamp(min=0))
-    return Imported(sae.requires_grad_(False), kind, (*notes, *changes), sha256_of(file))
+        low_K = torch.zeros_like(weights.threshold_K)
+        low_K[:n] = -torch.inf  # a detector may have one: it gives negative codes
+        weights = weights._replace(threshold_K=weights.threshold_K.maximum(low_K))
+    return Imported(_sae(config, weights), kind, (*notes, *changes), sha256_of(file), model)
+
+
+@torch.no_grad()
+def _sae(config: SAEConfig, weights: Weights) -> SAE:
+    sae, n = SAE(config), config.n_detectors
+    sae.W_enc_core.copy_(weights.W_enc_KD[: config.n_core])
+    sae.W_enc_noncore.copy_(weights.W_enc_KD[config.n_core :])
+    sae.b_enc.copy_(weights.b_enc_K[n:])
+    sae.W_dec.copy_(weights.W_dec_KD)
+    sae.b_dec.copy_(weights.b_dec_D)
+    sae.threshold.copy_(weights.threshold_K)
+    shift_C = sae.W_enc_core[:n].double() @ sae.b_dec.double() if config.center_input else 0.0
+    sae.offset.copy_(weights.b_enc_K[:n].double() - shift_C)
+    return sae.requires_grad_(False)
 
 
 def _require_shapes(path: Path, weights: Weights) -> tuple[int, int]:
@@ -181,8 +221,8 @@ def stated_or_given(path: Path, name: str, said: Any, asked: Any, notes: list[st
         return said
     if asked is None:
         raise CheckpointError(
-            f"{path} does not say its {name}, and nothing is assumed. Give it: k and prefixes of load_any, or cycle0.k "
-            "and cycle0.nesting of a distillation."
+            f"{path} does not say its {name}, and nothing is assumed. Give it: --k, --prefixes and --center-input of "
+            "'dmsae import', or cycle0.k and cycle0.nesting of a distillation."
         )
     notes.append(f"The checkpoint does not say its {name}; {asked} was given.")
     return asked

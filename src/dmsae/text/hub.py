@@ -37,6 +37,19 @@ def dataset_commit(name: str, revision: str = "") -> str | None:
         ) from error
 
 
+def file_sizes(repo: str, revision: str | None = None) -> dict[str, int] | None:
+    """Return the size of each file in a model repository, as the Hub states it; None when the Hub does not answer."""
+    from huggingface_hub import HfApi
+
+    if os.environ.get("DMSAE_OFFLINE"):
+        return None
+    try:
+        info = HfApi().model_info(repo, revision=revision, timeout=_ANSWER_SECONDS, files_metadata=True)
+    except Exception:  # see above
+        return None
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}
+
+
 def _problem(repo: str, revision: str | None) -> Exception | None:
     """Return what keeps the Hub from giving a repository; None if it says that it has it."""
     from huggingface_hub import HfApi
