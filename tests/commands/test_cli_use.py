@@ -86,7 +86,7 @@ def test_read_marks_the_tokens_on_which_the_core_fires(run: Path, capsys: pytest
     for column, latent in enumerate(top.latents):
         title, text = lines[1 + 2 * column : 3 + 2 * column]
         f = top.activations_LR[:, column]
-        place = f"latent {latent} ({used.core.index(latent) + 1}. of the core)"
+        place = f"latent {latent} (number {used.core.index(latent)} of the core)"
         assert title == f"{place} fires on {int((f > 0).sum())} of {kept} tokens, at most {float(f.max()):.1f}"
         marked = [
             f"»{token}«{value:.1f}" if value else token for token, value in zip(top.tokens, f.tolist(), strict=True)

@@ -77,8 +77,8 @@ def _show_core(place: Path, top: int, wanted: "DescriptionConfig", root: Path | 
             one,
         )
     out.print(
-        f"\nNumbers in front: the latent's index in every SAE trained from this core. »latent«: its index in the SAE of "
-        f"cycle {core.cycle}, which the core was selected from."
+        "\nNumbers in front: the latent's index in every SAE trained from this core. »latent«: its index in the SAE "
+        f"of cycle {core.cycle}, which the core was selected from."
     )
     _print_legend(facts)
 

@@ -79,7 +79,7 @@ def run(command: ReadCommand) -> None:
 
 def title(latent: int, core: Sequence[int], reading: "Reading", column: int) -> str:
     """Return which latent it is, its number in the core as `dmsae core show` counts, and how it fires on a text."""
-    number = f" ({core.index(latent) + 1}. of the core)" if latent in core else ""
+    number = f" (number {core.index(latent)} of the core)" if latent in core else ""
     f_L = reading.activations_LR[:, column]
     if not (n_on := int((f_L > 0).sum())):
         return f"latent {latent}{number} does not fire"
