@@ -8,7 +8,7 @@ DEMO   := runs/demo
 MINUTES ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help setup assets demo test browser check docs results bench bench-peers saebench-env test-saebench clean
+.PHONY: help setup assets demo test browser check docs results bench bench-peers saebench-env test-saebench test-formats clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -95,6 +95,13 @@ saebench-env: $(SAEBENCH)/.ready  ## the environment of SAEBench, which conflict
 
 test-saebench: $(SAEBENCH)/.ready assets  ## agreement with the real SAEBench package
 	JAXTYPING_DISABLE=1 $(SAEBENCH)/bin/python -m pytest tests/saebench -W ignore
+
+$(SAEBENCH)/.ready-formats: $(SAEBENCH)/.ready constraints-formats.txt
+	$(SAEBENCH)/bin/python -m pip install --quiet --no-deps -r constraints-formats.txt
+	@touch $@
+
+test-formats: $(SAEBENCH)/.ready-formats assets  ## the same codes in the real SAELens, SAEBench, dictionary_learning, sparsify
+	JAXTYPING_DISABLE=1 $(SAEBENCH)/bin/python -m pytest tests/real_formats -W ignore
 
 clean:  ## remove the virtual environments and caches (never stores or runs)
 	rm -rf $(VENV) $(PEERS) $(SAEBENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis
