@@ -44,7 +44,7 @@ class Row(NamedTuple):
     price_prefix0: float | None
     """The same for core + prefix-0."""
     loss: float | None
-    """Next-token loss of the model with the reconstruction in place, in nats."""
+    """Next-token loss of the model with the reconstruction in place, in nats; measured where cores have a price."""
     price_loss: float | None
     """Nats lost against an unconstrained SAE at the same L0."""
     attribution_share: float | None
@@ -60,8 +60,8 @@ def rows_of(
     device: str = "auto",
     progress: Progress = SILENT,
 ) -> list[Row]:
-    """Return the rows of the SAEs of a transfer, in order."""
-    losses = next_token_losses(results, store, device, progress)
+    """Return the rows of the SAEs of a transfer, in order; the model runs only where there is a price to be told."""
+    losses = next_token_losses(results, store, device, progress) if prices(results, store) else {}
     priced = dict(prices(results, store, known, losses))
     rows = []
     for result in results:
