@@ -7,7 +7,8 @@ same order, so both give the same batches, up to the rounding of the stored dtyp
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from dmsae.activations.arrays import Array, ArrayRows
 from dmsae.activations.contexts import Contexts
 from dmsae.activations.dtypes import to_stored
 from dmsae.activations.harvest import Harvest
+from dmsae.activations.request import HarvestConfig
 from dmsae.activations.shards import ShardMaker
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Store
@@ -67,6 +69,10 @@ class StoreSource:
         if not self._shards:
             raise StoreError(f"The store {store.key} holds no training activations. Harvest with train_tokens > 0.")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to another process as what it takes to open the store there."""
+        return _reopened, (self._store.path.resolve(), self._mix)
+
     @property
     def d_model(self) -> int:
         """Width of the activations."""
@@ -107,6 +113,10 @@ class LiveSource:
         self._next = (-1, 0)
         self._has_warned = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to another process as what it takes to run the model there."""
+        return _live_again, (self._harvest.config, self._harvest.path.parent, self._mix)
+
     @property
     def d_model(self) -> int:
         """Width of the activations."""
@@ -146,6 +156,14 @@ class LiveSource:
                 f"The corpus {config.text.source!r} holds {n_rows:,} of the {config.train_tokens:,} training "
                 "activations asked for; it will be repeated as needed."
             )
+
+
+def _reopened(path: Path, mix_shards: int) -> StoreSource:
+    return StoreSource(Store.open(path), mix_shards)
+
+
+def _live_again(config: HarvestConfig, root: Path, mix_shards: int) -> LiveSource:
+    return LiveSource(Harvest(config, root), mix_shards)
 
 
 class ArraySource:

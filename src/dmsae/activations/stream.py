@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dmsae.activations.sources import ActivationSource, SampledSource
 from dmsae.activations.token_sample import TokenSample
-from dmsae.config import require_whole
+from dmsae.config import require, require_whole
 from dmsae.errors import StoreError
 from dmsae.seeds import generator
 
@@ -29,14 +29,24 @@ class Cursor:
 class ActivationStream:
     """Endless float32 batches [B, D] on a device: deterministic in the seed, reshuffled each epoch, read ahead.
 
-    The rows at the end of an epoch that do not fill a batch are left out of that epoch.
+    The rows at the end of an epoch that do not fill a batch are left out of that epoch. With `share` = (i, n) only the
+    i-th of n equal parts of every batch is given: together, n such streams give what one without it gives.
     """
 
     def __init__(
-        self, source: ActivationSource, batch_size: int, seed: int = 0, device: torch.device | str = "cpu"
+        self,
+        source: ActivationSource,
+        batch_size: int,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         require_whole("batch_size", batch_size, 1)
+        part, n_parts = share
+        must = f"be a multiple of the {n_parts} parts of a batch"
+        require(batch_size % n_parts == 0, "batch_size", batch_size, must)
         self.batch_size = batch_size
+        self._share = range(part * batch_size // n_parts, (part + 1) * batch_size // n_parts)
         self.d_model = source.d_model
         self._source, self._seed = source, seed
         self.device = torch.device(device)
@@ -78,7 +88,9 @@ class ActivationStream:
             assert self._rows is not None
             at = self._cursor
             chosen = self._order[at.row : at.row + missing]
-            parts.append(self._rows[chosen].to(self.device, torch.float32))
+            given = self.batch_size - missing
+            mine = chosen[max(0, self._share.start - given) : max(0, self._share.stop - given)]
+            parts.append(self._rows[mine].to(self.device, torch.float32))
             missing -= len(chosen)
             if at.row + len(chosen) < len(self._order):
                 self._cursor = Cursor(at.epoch, at.block, at.row + len(chosen))
