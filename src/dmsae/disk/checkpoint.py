@@ -1,5 +1,7 @@
 """The whole state of a training run in one file, written whole or not at all.
 
+Several processes that train together write a folder instead (`training/checkpoints.py`); `saved_step` reads both.
+
 There is no random state to save: everything random in a run derives from its seed and its purpose, and the data cursor
 says how far the stream has come.
 """
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from dmsae.config import Json
+from dmsae.disk import layout
 from dmsae.disk.files import fsync_directory
 from dmsae.errors import CheckpointError, first_line
 
@@ -29,7 +32,7 @@ def save_checkpoint(path: Path, tensors: "dict[str, Tensor]", state: Json) -> No
 
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(state)
-    sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
+    sums = {name: checksum(tensor) for name, tensor in tensors.items()}
     metadata = {"state": text, "state_checksum": str(zlib.crc32(text.encode())), "checksums": json.dumps(sums)}
     # In a folder of its own: safetensors writes through a hidden file of a random name, which a kill would leave.
     folder = _temporary(path)
@@ -62,6 +65,20 @@ def read_state(path: Path) -> Json:
     return _read(path, framework="numpy")[1]
 
 
+def saved_step(directory: Path) -> int:
+    """Return the step from which a training would resume, 0 when there is no checkpoint."""
+    path = directory / layout.CHECKPOINT
+    steps = [int(read_state(path)["step"])] if path.is_file() else []
+    return max([0, *steps, *mesh_steps(directory)])
+
+
+def mesh_steps(directory: Path) -> list[int]:
+    """Return the steps at which several processes have written a whole checkpoint."""
+    folder = directory / layout.MESH_CHECKPOINT
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
 def load_checkpoint(path: Path) -> "tuple[dict[str, Tensor], Json]":
     """Return what was saved; a damaged file is an error that names it."""
     return _read(path, framework="pt")
@@ -78,7 +95,7 @@ def _read(path: Path, framework: str) -> "tuple[dict[str, Tensor], Json]":
         sums = json.loads(metadata["checksums"])
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. {_REMEDY}") from error
-    damaged = [name for name, tensor in tensors.items() if _checksum(tensor) != sums.get(name)]
+    damaged = [name for name, tensor in tensors.items() if checksum(tensor) != sums.get(name)]
     damaged += [] if str(zlib.crc32(text.encode())) == expected else ["state"]
     if damaged:
         raise CheckpointError(f"{path} is damaged: {damaged[0]} is not what was written. {_REMEDY}")
@@ -98,6 +115,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _checksum(tensor: "Tensor") -> int:
+def checksum(tensor: "Tensor") -> int:
+    """Return a checksum of a tensor's values."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return zlib.crc32(flat.numpy().data) if len(flat) else 0

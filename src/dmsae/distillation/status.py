@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dmsae.config import Json
 from dmsae.disk import layout
 from dmsae.disk.artifact import read_sealed
-from dmsae.disk.checkpoint import read_state
+from dmsae.disk.checkpoint import saved_step
 from dmsae.disk.run import read_settings, running_process
 from dmsae.errors import CheckpointError
 from dmsae.training.result import TrainState, read_result
@@ -87,8 +87,7 @@ def read_summary(directory: Path) -> Json:
 
 def _training(directory: Path, settings: Json, is_running: bool) -> list[Stage]:
     steps = settings["schedule"]["steps"]
-    checkpoint = directory / layout.CHECKPOINT
-    saved = read_state(checkpoint)["step"] if checkpoint.is_file() else 0
+    saved = saved_step(directory)
     listed = [_trained(directory, name, saved, steps) for name in settings["saes"]]
     if not is_running:
         return listed

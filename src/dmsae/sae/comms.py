@@ -61,6 +61,9 @@ class Axis(Protocol):
     def of_first(self, value: T) -> T:
         """Return what the first rank gave."""
 
+    def of_each(self, value: T) -> list[T]:
+        """Return what each rank gave, in their order."""
+
     def settle(self, error: DmsaeError | None) -> None:
         """Raise on every rank when there is an error on one: its own there, elsewhere one that names rank and cause."""
 
@@ -84,6 +87,9 @@ class _One:
 
     def of_first(self, value: T) -> T:
         return value
+
+    def of_each(self, value: T) -> list[T]:
+        return [value]
 
     def settle(self, error: DmsaeError | None) -> None:
         if error is not None:

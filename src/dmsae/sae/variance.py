@@ -6,19 +6,22 @@ from torch import Tensor
 from dmsae.sae.comms import ALONE, Axis
 
 
-def variance(x_BD: Tensor, data: Axis = ALONE.data) -> float:
+def variance(x_BD: Tensor, data: Axis = ALONE.data, n_tokens: int | None = None) -> float:
     """Return the variance of activations about their mean: summed over dimensions, mean over tokens.
 
-    On a mesh, of those of all ranks along an axis, which have equally many.
+    On a mesh, of the `n_tokens` that the ranks along an axis have together; by default all have equally many.
     """
-    n_tokens = len(x_BD) * data.size
+    n_tokens = n_tokens or len(x_BD) * data.size
     mean_D = data.sum_(x_BD.sum(0)) / n_tokens
     return float(data.sum_((x_BD - mean_D).square().sum(1).sum()) / n_tokens)
 
 
-def squared_error(x_BD: Tensor, reconstruction_BD: Tensor) -> float:
-    """Return the squared error of a reconstruction: summed over dimensions, mean over tokens."""
-    return float((x_BD - reconstruction_BD).square().sum(1).mean())
+def squared_error(
+    x_BD: Tensor, reconstruction_BD: Tensor, data: Axis = ALONE.data, n_tokens: int | None = None
+) -> float:
+    """Return the squared error of a reconstruction: summed over dimensions, mean over tokens, as for `variance`."""
+    n_tokens = n_tokens or len(x_BD) * data.size
+    return float(data.sum_((x_BD - reconstruction_BD).square().sum(1).sum()) / n_tokens)
 
 
 def fraction_explained(error: float, variance: float) -> float:

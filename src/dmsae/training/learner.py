@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from dmsae.config import Json, require, to_dict
 from dmsae.errors import ConfigError
+from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.config import DenseCore, SAEConfig
 from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import BatchResult, backward_
 from dmsae.sae.optimiser import adam, step_
 from dmsae.sae.sae import SAE
+from dmsae.sae.shard import shard, sharded_tensors, unshard
 from dmsae.sae.variance import fraction_explained, squared_error, variance
 from dmsae.seeds import generator
 from dmsae.training.config import TrainConfig
@@ -62,6 +65,17 @@ class SAESpec:
         return digest.hexdigest()
 
 
+def sharded_names(specs: Iterable[SAESpec]) -> dict[str, int]:
+    """Return the tensors of a checkpoint that have a row for each latent, with the latent at which each begins."""
+    names: dict[str, int] = {}
+    for spec in specs:
+        names[f"{spec.name}/idle_tokens"] = 0
+        for name, start in sharded_tensors(spec.sae).items():
+            names[f"{spec.name}/sae/{name}"] = start
+            names |= {f"{spec.name}/adam/{name}/{moment}": start for moment in ("exp_avg", "exp_avg_sq")}
+    return names
+
+
 class InferenceMetrics(NamedTuple):
     """How an SAE does as it will be used: with its thresholds, without BatchTopK."""
 
@@ -78,22 +92,29 @@ _FACTS = ("threshold", "warm_start", "l0_core", "has_learned", "low_steps", "sta
 
 
 class Learner:
-    """One SAE in training, with all of its state."""
+    """One SAE in training, with all of its state; on a mesh, the part of it that a rank owns."""
 
     def __init__(
-        self, spec: SAESpec, config: TrainConfig, schedule: Schedule, b_dec: Tensor, scale: float = 1.0
+        self,
+        spec: SAESpec,
+        config: TrainConfig,
+        schedule: Schedule,
+        b_dec: Tensor,
+        scale: float = 1.0,
+        comms: Comms = ALONE,
     ) -> None:
-        self.name, self._config, self._schedule = spec.name, config, schedule
+        self.name, self._config, self._schedule, self._comms = spec.name, config, schedule, comms
         seed = config.seed if spec.init_seed is None else spec.init_seed
-        self.sae = SAE.init(spec.sae, generator(seed, "init"), spec.core_rows, spec.detectors).to(b_dec.device)
+        whole = SAE.init(spec.sae, generator(seed, "init"), spec.core_rows, spec.detectors)
+        if spec.detectors is not None:
+            whole.set_detectors_(spec.detectors, scale)
+        self.sae = shard(whole, comms.latents).to(b_dec.device)
         with torch.no_grad():
             self.sae.b_dec.copy_(b_dec)
-        self._detectors, self._total_budget = spec.detectors, spec.total_budget
+        self._whole, self._detectors, self._total_budget = spec.sae, spec.detectors, spec.total_budget
         self.l0_core: float | None = None
-        if spec.detectors is not None:
-            self.sae.set_detectors_(spec.detectors, scale)
         self.optimiser = adam(self.sae, config.lr, config.betas)
-        self.idle_tokens_K = torch.zeros(spec.sae.width, dtype=torch.int64, device=b_dec.device)
+        self.idle_tokens_K = torch.zeros(self.sae.config.width, dtype=torch.int64, device=b_dec.device)
         self.threshold: float | None = None
         self.warm_start: float | None = None
         self.has_learned, self.low_steps = False, 0
@@ -107,15 +128,16 @@ class Learner:
     def advance(self, step: int, x_BD: Tensor, batch_variance: float) -> BatchResult:
         """Take one step, unless the loss or its gradient is not finite: then the weights stay as they were."""
         # The tokens of this batch count as idle for all that do not fire in it, as in the published recipe.
-        dead_K = self.idle_tokens_K + len(x_BD) >= self._schedule.dead_after_tokens
-        result = backward_(self.sae, x_BD, self._config.objective, dead_K, self.warm_start)
+        n_tokens = len(x_BD) * self._comms.data.size
+        dead_K = self.idle_tokens_K + n_tokens >= self._schedule.dead_after_tokens
+        result = backward_(self.sae, x_BD, self._config.objective, dead_K, self.warm_start, self._comms)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._end(TrainState.DIVERGED, step, f"loss {result.loss}, gradient norm {result.grad_norm}")
             return result
         self.optimiser.param_groups[0]["lr"] = self._config.lr * self._schedule.lr_factor(step)
         step_(self.sae, self.optimiser, result.grad_norm, self._config.max_grad_norm)
         self.warm_start = result.warm_start
-        self.idle_tokens_K += len(x_BD)
+        self.idle_tokens_K += n_tokens
         self.idle_tokens_K[result.n_fired > 0] = 0
         if step >= self._schedule.threshold_start and result.threshold > 0:
             beta = self._schedule.threshold_beta if self.threshold is not None else 0.0
@@ -139,29 +161,30 @@ class Learner:
         self.optimiser.zero_grad()
 
     def folded(self, scale: float) -> SAE:
-        """Return a copy of the SAE for raw activations, as it is saved."""
-        sae = SAE(self.sae.config).to(self.sae.W_dec.device)
-        sae.load_state_dict(self.sae.state_dict())
+        """Return a copy of the whole SAE for raw activations, as it is saved."""
+        sae = unshard(self.sae, replace(self._whole, core=self.sae.config.core), self._comms.latents)
         sae.fold_scale_(scale)
         if self._detectors is not None:  # as they were given: scaling there and back would round them
             sae.set_detectors_(self._detectors)
         return sae
 
     @torch.no_grad()
-    def inference_metrics(self, x_BD: Tensor) -> InferenceMetrics:
-        """Return sparsity and explained variance at inference thresholds."""
-        n_core = self.sae.config.n_core
+    def inference_metrics(self, x_BD: Tensor, n_tokens: int | None = None) -> InferenceMetrics:
+        """Return sparsity and explained variance at inference thresholds, on the `n_tokens` that all ranks have."""
+        n_core, (data, latents, both) = self.sae.config.n_core, self._comms
+        n_tokens = n_tokens or len(x_BD) * data.size
         f_BK = self.sae.encode(x_BD)
-        return InferenceMetrics(
-            l0_core=float((f_BK[:, :n_core] > 0).sum(1).float().mean()),
-            l0_noncore=float((f_BK[:, n_core:] > 0).sum(1).float().mean()),
-            fve=fraction_explained(squared_error(x_BD, self.sae.decode(f_BK)), variance(x_BD)),
-        )
+        fired = [(f > 0).sum(1).float().sum() for f in (f_BK[:, :n_core], f_BK[:, n_core:])]
+        l0_core, l0_noncore = (both.sum_(torch.stack(fired)) / n_tokens).tolist()
+        reconstruction_BD = latents.sum_(f_BK @ self.sae.W_dec) + self.sae.b_dec
+        error = squared_error(x_BD, reconstruction_BD, data, n_tokens)
+        return InferenceMetrics(l0_core, l0_noncore, fraction_explained(error, variance(x_BD, data, n_tokens)))
 
     def dead_groups(self) -> list[int]:
         """Return how many latents are dead in the core and in each prefix group."""
         bounds = [0, self.sae.config.n_core, *self.sae.config.prefixes]
-        return [int(self.dead_K[low:high].sum()) for low, high in pairwise(bounds)]
+        dead = torch.stack([self.dead_K[low:high].sum() for low, high in pairwise(bounds)])
+        return [int(n) for n in self._comms.latents.sum_(dead)]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint, by name."""
@@ -204,7 +227,7 @@ class Learner:
             return
         memory = _L0_MEMORY if self.l0_core is not None else 0.0
         self.l0_core = memory * (self.l0_core or 0.0) + (1 - memory) * l0_core
-        left = min(max(1, round(self.sae.config.k - self.l0_core)), self.sae.config.n_noncore)
+        left = min(max(1, round(self.sae.config.k - self.l0_core)), self._whole.n_noncore)
         self._set_k_noncore(left)
 
     def _set_k_noncore(self, k_noncore: int) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dmsae.config import from_dict
 from dmsae.disk import layout
 from dmsae.disk.artifact import read_sealed
-from dmsae.errors import CheckpointError, ConfigError
+from dmsae.errors import CheckpointError, ConfigError, TrainingError
 from dmsae.training.metrics import StepMetrics, require_written_metrics
 
 
@@ -51,3 +51,14 @@ def read_result(directory: Path) -> TrainResult:
         raise CheckpointError(f"{path} is not the status of a training run: {error!r}. {remedy}") from error
     require_written_metrics(directory, status.get("metrics_sha256"))
     return TrainResult(directory.name, directory, state, step, cause, metrics)
+
+
+def require_one_usable(results: list[TrainResult]) -> list[TrainResult]:
+    """Return the results, unless every training diverged."""
+    first = results[0]
+    if all(result.state is TrainState.DIVERGED for result in results):
+        raise TrainingError(
+            f"Training diverged after step {first.step}: {first.cause}. The SAE as it was after that step is saved in "
+            f"{first.directory}. Try a lower lr, a longer warm-up, or a smaller k, in a new directory."
+        )
+    return results

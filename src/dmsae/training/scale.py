@@ -7,42 +7,46 @@ from torch import Tensor
 
 from dmsae.activations.stream import ActivationStream
 from dmsae.errors import TrainingError
+from dmsae.sae.comms import ALONE, Axis, Comms, settled
 from dmsae.sae.variance import variance
 
 
-def geometric_median(x_BD: Tensor, n_iterations: int = 50) -> Tensor:
-    """Return the point with the least summed distance to the rows, by Weiszfeld's iteration."""
-    median_D = x_BD.mean(0)
+def geometric_median(x_BD: Tensor, n_iterations: int = 50, data: Axis = ALONE.data) -> Tensor:
+    """Return the point with the least summed distance to the rows of all ranks, by Weiszfeld's iteration."""
+    median_D = data.sum_(x_BD.sum(0)) / (len(x_BD) * data.size)
     for _ in range(n_iterations):
         weights_B = 1 / (x_BD - median_D).norm(dim=1).clamp_min(1e-8)
-        median_D = (weights_B[:, None] * x_BD).sum(0) / weights_B.sum()
+        median_D = data.sum_((weights_B[:, None] * x_BD).sum(0)) / data.sum_(weights_B.sum())
     return median_D
 
 
-def first_look(stream: ActivationStream, n_batches: int) -> tuple[float, Tensor]:
+def first_look(stream: ActivationStream, n_batches: int, comms: Comms = ALONE) -> tuple[float, Tensor]:
     """Return the scale √mean‖x‖² of the first batches, and the geometric median of the first on that scale."""
-    first_BD = next(stream)
     total = 0.0
     for step in range(1, n_batches + 1):
-        x_BD = first_BD if step == 1 else next(stream)
-        total += float(x_BD.square().sum(1).mean(dtype=torch.float64))
+        with settled(comms.both):
+            x_BD = next(stream)
+        if step == 1:
+            first_BD = x_BD
+        squares = comms.data.sum_(x_BD.square().sum(1).sum(dtype=torch.float64))
+        total += float(squares / (len(x_BD) * comms.data.size))
         if not math.isfinite(total):
             raise _not_finite(step)
     if total == 0:
         raise TrainingError(f"The activations of the first {n_batches} batches are all zero. Check the store.")
     scale = math.sqrt(total / n_batches)
-    return scale, geometric_median(first_BD / scale)
+    return scale, geometric_median(first_BD / scale, data=comms.data)
 
 
-def usable_variance(x_BD: Tensor, step: int) -> float:
+def usable_variance(x_BD: Tensor, step: int, data: Axis = ALONE.data) -> float:
     """Return the batch's variance, unless there is none to explain."""
-    batch_variance = variance(x_BD)
+    batch_variance = variance(x_BD, data)
     if not math.isfinite(batch_variance):
         raise _not_finite(step)
     if batch_variance == 0:
         raise TrainingError(
-            f"The {len(x_BD)} activations of step {step} are all the same: there is no variance to explain. Use a "
-            "larger batch_size, or check the store."
+            f"The {len(x_BD) * data.size} activations of step {step} are all the same: there is no variance to "
+            "explain. Use a larger batch_size, or check the store."
         )
     return batch_variance
 

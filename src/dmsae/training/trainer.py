@@ -9,6 +9,7 @@ saved: encoder rows live in raw space and transfer verbatim.
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,19 +25,23 @@ from dmsae.config import Json, from_dict, to_dict
 from dmsae.devices import training_device
 from dmsae.disk import layout
 from dmsae.disk.artifact import bound, write_sealed
-from dmsae.disk.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
 from dmsae.disk.files import canonical_hash
 from dmsae.disk.run import claimed, stop_signals
-from dmsae.errors import CheckpointError, ConfigError, DmsaeError, TrainingError
+from dmsae.errors import CheckpointError, ConfigError, DmsaeError
 from dmsae.progress import SILENT, Progress
+from dmsae.sae.comms import ALONE, Comms, settled
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import BatchResult
+from dmsae.sae.sae import SAE
 from dmsae.sae.variance import fraction_explained
+from dmsae.training.checkpoints import Checkpoints
 from dmsae.training.config import TrainConfig
-from dmsae.training.learner import Learner, SAESpec
-from dmsae.training.metrics import Mark, MetricsLog, StepMetrics, require_sinks
-from dmsae.training.result import TrainResult, TrainState, read_result
+from dmsae.training.learner import Learner, SAESpec, sharded_names
+from dmsae.training.mesh import require_fits, require_same, shape_of
+from dmsae.training.metrics import Mark, MetricsLog, StepMetrics
+from dmsae.training.requirements import require_shared, require_trainable
+from dmsae.training.result import TrainResult, TrainState, read_result, require_one_usable
 from dmsae.training.scale import first_look, usable_variance
 
 _INFERENCE_TOKENS = 256
@@ -75,21 +80,28 @@ def train_together(
     config: TrainConfig | None = None,
     made_from: Json | None = None,
     progress: Progress = SILENT,
+    comms: Comms = ALONE,
 ) -> list[TrainResult]:
     """Train several SAEs on one stream of activations, each in a folder of its name, and return how each ended.
 
-    `made_from` is recorded in every SAE beside what the source says of itself.
+    `made_from` is recorded in every SAE beside what the source says of itself. On a mesh all ranks call this together.
     """
     config = config or TrainConfig()
-    stream = ActivationStream(source, config.batch_size, config.seed, training_device(config.device))
+    require_fits(shape_of(comms), config.batch_size, {spec.name: spec.sae.width for spec in specs})
+    share = comms.data.rank, comms.data.size
+    stream = ActivationStream(source, config.batch_size, config.seed, training_device(config.device), share)
     try:
-        return Trainer(specs, config, stream, directory, source.facts | (made_from or {}), progress).run()
+        return Trainer(specs, config, stream, directory, source.facts | (made_from or {}), progress, comms).run()
     finally:
         stream.close()
 
 
 class Trainer:
-    """A run: the learners, the stream they share, and the directory in which it can be resumed."""
+    """A run: the learners, the stream they share, and the directory in which it can be resumed.
+
+    On a mesh every rank has one, and all of them do the same; only the first writes and reports. What one rank alone
+    may fail at (reading, writing) is `settled` between all, so that none is left waiting.
+    """
 
     def __init__(
         self,
@@ -99,10 +111,12 @@ class Trainer:
         directory: Path,
         made_from: Json,
         progress: Progress = SILENT,
+        comms: Comms = ALONE,
     ) -> None:
-        _require_trainable(specs, config, stream)
+        require_trainable(specs, config, stream)
         self._specs, self._config, self._stream, self._directory = specs, config, stream, directory
-        self._progress = progress
+        self._progress, self._comms = progress if comms.is_first else SILENT, comms
+        self._checkpoints = Checkpoints(directory, sharded_names(specs), comms)
         self._schedule = config.schedule()
         self._settings: Json = {
             "kind": "train",
@@ -118,8 +132,13 @@ class Trainer:
 
     def run(self) -> list[TrainResult]:
         """Train to the end, from the beginning or from the last checkpoint, and return how each SAE ended."""
-        with claimed(self._directory, self._settings):
-            if not self._is_finished():
+        first, everyone = self._comms.is_first, self._comms.both
+        require_same(self._settings, everyone)
+        with ExitStack() as held:
+            with settled(everyone):
+                if first:
+                    held.enter_context(claimed(self._directory, self._settings))
+            if not everyone.of_first(self._is_finished()):
                 try:
                     self._begin()
                     self._loop()
@@ -127,8 +146,11 @@ class Trainer:
                     for log in self._logs.values():
                         log.close()
                 self._finish()
-            remove_checkpoint(self._directory / layout.CHECKPOINT)
-            return _require_one_usable([read_result(self._where(spec.name)) for spec in self._specs])
+            with settled(everyone):
+                if first:
+                    self._checkpoints.remove()
+                results = [read_result(self._where(spec.name)) for spec in self._specs] if first else []
+            return require_one_usable(everyone.of_first(results))
 
     def _loop(self) -> None:
         steps, batch = self._schedule.steps, self._config.batch_size
@@ -150,10 +172,12 @@ class Trainer:
                     logged_at, logged_step = now, self._step
                 bar.advance(1, _note(results, batch_variance))
                 self._note_endings(active)
-                if stop or now - saved_at >= self._config.checkpoint_seconds:
+                is_due = now - saved_at >= self._config.checkpoint_seconds
+                must_stop, must_save = self._comms.both.max_(torch.tensor([bool(stop), is_due]).int()).tolist()
+                if must_stop or must_save:
                     self._save()
                     saved_at = time.monotonic()
-                if stop:
+                if must_stop:
                     raise KeyboardInterrupt
 
     def _in_training(self) -> list[Learner]:
@@ -163,8 +187,9 @@ class Trainer:
         """Return a batch on the training scale and its variance; if it cannot be used, save all that came before."""
         cursor = self._stream.cursor
         try:
-            x_BD = next(self._stream).div_(self._scale)
-            return x_BD, usable_variance(x_BD, self._step + 1)
+            with settled(self._comms.both):
+                x_BD = next(self._stream).div_(self._scale)
+            return x_BD, usable_variance(x_BD, self._step + 1, self._comms.data)
         except DmsaeError:
             self._stream.seek(cursor)
             self._save()
@@ -172,37 +197,45 @@ class Trainer:
 
     def _begin(self) -> None:
         """Set up the learners, fresh or as they were at the last checkpoint."""
-        path = self._directory / layout.CHECKPOINT
-        if not path.exists():
-            self._set_up(None)
-            return
-        tensors, state = load_checkpoint(path)
+        with settled(self._comms.both):
+            require_shared(self._directory)
+            resumed = self._checkpoints.load()
+            if resumed is not None:
+                self._resume(*resumed)
+        if resumed is None:
+            self._scale, b_dec = first_look(self._stream, self._config.norm_batches, self._comms)
+            self._stream.seek(Cursor())
+            self._make_learners(b_dec)
+            with settled(self._comms.both):
+                self._open_logs(None)
+
+    def _resume(self, tensors: dict[str, Tensor], state: Json) -> None:
+        path = self._checkpoints.newest()
         if state.get("settings") != canonical_hash(self._settings):
             raise CheckpointError(f"{path} belongs to another run. Restore the one of this run, or remove it.")
         try:
-            self._set_up((tensors, state))
+            self._step, self._scale, cursor = state["step"], state["scale"], Cursor(**state["cursor"])
+            self._last = {name: from_dict(StepMetrics, last) for name, last in state["last"].items()}
+            self._make_learners(torch.zeros(self._stream.d_model, device=self._stream.device))
+            for learner in self._learners:
+                learner.restore(tensors, state["learners"][learner.name])
+            self._progress.note(f"Resuming at step {self._step:,} of {self._schedule.steps:,}.")
+            self._open_logs(state)
+            self._stream.seek(cursor)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, ConfigError) as error:
             raise CheckpointError(
                 f"{path} is not a checkpoint that this run can resume from: {error!r}. Restore it; or remove it, and "
                 "the same command starts again from the beginning."
             ) from error
 
-    def _set_up(self, resumed: tuple[dict[str, Tensor], Json] | None) -> None:
-        if resumed is None:
-            self._step, cursor = 0, Cursor()
-            self._scale, b_dec = first_look(self._stream, self._config.norm_batches)
-        else:
-            tensors, state = resumed
-            self._step, self._scale, cursor = state["step"], state["scale"], Cursor(**state["cursor"])
-            self._last = {name: from_dict(StepMetrics, last) for name, last in state["last"].items()}
-            b_dec = torch.zeros(self._stream.d_model, device=self._stream.device)
-        self._learners = [Learner(spec, self._config, self._schedule, b_dec, self._scale) for spec in self._specs]
-        if resumed is not None:
-            for learner in self._learners:
-                learner.restore(tensors, state["learners"][learner.name])
-            self._progress.note(f"Resuming at step {self._step:,} of {self._schedule.steps:,}.")
-        for spec in self._specs:
-            mark = _mark(state, spec.name) if resumed else None
+    def _make_learners(self, b_dec: Tensor) -> None:
+        self._learners = [
+            Learner(spec, self._config, self._schedule, b_dec, self._scale, self._comms) for spec in self._specs
+        ]
+
+    def _open_logs(self, state: Json | None) -> None:
+        for spec in self._specs if self._comms.is_first else ():
+            mark = _mark(state, spec.name) if state else None
             log = MetricsLog(self._where(spec.name), spec.name, self._config.log_to, self._settings, self._step, mark)
             self._logs[spec.name] = log
             if log.lost:
@@ -210,7 +243,6 @@ class Trainer:
                     f"{log.lost} is not what it was at the checkpoint: it starts again, and lacks the steps up to "
                     f"{self._step:,}. Training is not affected."
                 )
-        self._stream.seek(cursor)
 
     def _save(self) -> None:
         tensors = {name: tensor for learner in self._learners for name, tensor in learner.tensors().items()}
@@ -223,25 +255,28 @@ class Trainer:
             "metrics_marks": {name: log.mark() for name, log in self._logs.items()},
             "last": {name: asdict(last) for name, last in self._last.items()},
         }
-        save_checkpoint(self._directory / layout.CHECKPOINT, tensors, state)
+        self._checkpoints.save(self._step, tensors, state)
 
     def _finish(self) -> None:
         """Save every SAE in raw space, then how its training ended."""
-        common = self._settings["made_from"]
-        made_from = {spec.name: common | {"core": spec.core_sha256()} for spec in self._specs}
-        tokens = self._token_sample()
-        for learner in self._learners:
+        tokens = self._token_sample() if self._comms.is_first else None
+        for spec, learner in zip(self._specs, self._learners, strict=True):
             learner.finish()
-            here = self._where(learner.name)
-            settings = bound(here, self._directory / layout.SETTINGS)
             sae = learner.folded(self._scale)
-            sae.keep_sample_(tokens)
-            sae.save(here, made_from[learner.name], settings, self._training_facts(learner))
-            last = self._last.get(learner.name)
-            status = {"state": learner.state, "step": learner.ended_at, "cause": learner.cause}
-            status |= {"scale": self._scale, "metrics": asdict(last) if last else None}
-            status |= {"metrics_sha256": self._logs[learner.name].mark().sha256}
-            write_sealed(here / layout.STATUS, status, settings | bound(here, here / f"{layout.SAE}.json"))
+            with settled(self._comms.both):
+                if self._comms.is_first:
+                    sae.keep_sample_(tokens)
+                    self._write(learner, sae, self._settings["made_from"] | {"core": spec.core_sha256()})
+
+    def _write(self, learner: Learner, sae: SAE, made_from: Json) -> None:
+        here = self._where(learner.name)
+        settings = bound(here, self._directory / layout.SETTINGS)
+        sae.save(here, made_from, settings, self._training_facts(learner))
+        last = self._last.get(learner.name)
+        status = {"state": learner.state, "step": learner.ended_at, "cause": learner.cause}
+        status |= {"scale": self._scale, "metrics": asdict(last) if last else None}
+        status |= {"metrics_sha256": self._logs[learner.name].mark().sha256}
+        write_sealed(here / layout.STATUS, status, settings | bound(here, here / f"{layout.SAE}.json"))
 
     def _token_sample(self) -> TokenSample | None:
         """Return a sample of the text; one that cannot be read is missed, and does not cost what was trained."""
@@ -262,7 +297,9 @@ class Trainer:
         return all((self._where(spec.name) / layout.STATUS).is_file() for spec in self._specs)
 
     def _log(self, learner: Learner, result: BatchResult, x_BD: Tensor, batch_variance: float, rate: float) -> None:
-        at_inference = learner.inference_metrics(x_BD[:_INFERENCE_TOKENS])
+        first = self._comms.data.rank * len(x_BD)
+        measured_BD = x_BD[: max(0, _INFERENCE_TOKENS - first)]
+        at_inference = learner.inference_metrics(measured_BD, min(_INFERENCE_TOKENS, self._config.batch_size))
         fve_prefixes = [fraction_explained(error, batch_variance) for error in result.prefix_errors.tolist()]
         metrics = StepMetrics(
             step=self._step,
@@ -282,7 +319,9 @@ class Trainer:
             lr=learner.optimiser.param_groups[0]["lr"],
         )
         self._last[learner.name] = metrics
-        self._logs[learner.name].write(metrics, rate)
+        with settled(self._comms.both):
+            if self._comms.is_first:
+                self._logs[learner.name].write(metrics, rate)
 
     def _note_endings(self, learners: list[Learner]) -> None:
         for learner in learners:
@@ -291,17 +330,6 @@ class Trainer:
 
     def _where(self, name: str) -> Path:
         return self._directory / name
-
-
-def _require_one_usable(results: list[TrainResult]) -> list[TrainResult]:
-    """Return the results, unless every training diverged."""
-    first = results[0]
-    if all(result.state is TrainState.DIVERGED for result in results):
-        raise TrainingError(
-            f"Training diverged after step {first.step}: {first.cause}. The SAE as it was after that step is saved in "
-            f"{first.directory}. Try a lower lr, a longer warm-up, or a smaller k, in a new directory."
-        )
-    return results
 
 
 def _mark(state: Json, name: str) -> Mark:
@@ -317,25 +345,3 @@ def _note(results: list[tuple[Learner, BatchResult]], batch_variance: float) -> 
     fve = fraction_explained(float(result.prefix_errors[-1]), batch_variance)
     name = f"{learner.name} " if len(results) > 1 else ""
     return f"{name}loss {result.loss:.3f} fve {fve:.3f} L0 {result.l0_core:.0f}+{result.l0_noncore:.0f}"
-
-
-def _require_trainable(specs: Sequence[SAESpec], config: TrainConfig, stream: ActivationStream) -> None:
-    names = [spec.name for spec in specs]
-    taken = (layout.SETTINGS, layout.CHECKPOINT)
-    if not names or len(set(names)) != len(names) or any(not _is_plain(name) or name in taken for name in names):
-        raise ConfigError(
-            f"Each SAE needs a name of its own, for its directory: not empty, without '/', not beginning with a dot, "
-            f"and not {' or '.join(taken)}; got {names}."
-        )
-    for spec in specs:
-        if spec.sae.d_model != stream.d_model:
-            raise ConfigError(
-                f"{spec.name}: d_model = {spec.sae.d_model}, but the activations have width {stream.d_model}."
-            )
-    require_sinks(config.log_to)
-    if stream.batch_size != config.batch_size:
-        raise ConfigError(f"batch_size = {config.batch_size}, but the stream gives {stream.batch_size} at a time.")
-
-
-def _is_plain(name: str) -> bool:
-    return bool(name) and Path(name).name == name and not name.startswith(".")
