@@ -17,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+OWN_ENVIRONMENT = "runs in an environment of its own: make test-formats"
+"""Why tests with real packages are skipped."""
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 

@@ -1,4 +1,4 @@
-"""Exported, opened with the real packages, and the same codes; made with the real packages, imported, and the same codes.
+"""Exported here and opened with the real packages, or made with them and imported here: the same codes.
 
 On activations of the bundled model. Codes agree to 1e-5 of the largest one. A latent within that of its threshold may
 be on in one and off in the other, because sums are rounded differently; there may be hardly any.
@@ -17,18 +17,23 @@ import torch
 from torch import Tensor
 
 from benched import KINDS, sae_of_kind
+from hub_standin import OWN_ENVIRONMENT
 
-_WHY = "runs in an environment of its own: make test-formats"
-sae_lens: Any = pytest.importorskip("sae_lens", reason=_WHY)
-sparsify: Any = pytest.importorskip("sparsify", reason=_WHY)
-pytest.importorskip("sae_bench", reason=_WHY)
+pytest.importorskip("sae_lens", reason=OWN_ENVIRONMENT)
+pytest.importorskip("sae_bench", reason=OWN_ENVIRONMENT)
+pytest.importorskip("sparsify", reason=OWN_ENVIRONMENT)
+
+import sae_lens
+from sae_bench.custom_saes.run_all_evals_dictionary_learning_saes import TRAINER_LOADERS
 
 from dmsae.activations.base_model import BaseModel
+from dmsae.config import to_dict
 from dmsae.errors import ExportError
 from dmsae.formats.exchange import export_sae, import_sae
 from dmsae.sae.sae import SAE
 
 pytestmark = pytest.mark.real
+sparsify: Any = importlib.import_module("sparsify")
 PACKAGE: Any = importlib.util.find_spec("dictionary_learning")
 ROOT = Path(__file__).parents[2]
 WIDTH = 1024
@@ -161,7 +166,7 @@ def test_what_dictionary_learning_saves_is_imported(tmp_path: Path, x_BD: Tensor
     torch.save(theirs.state_dict(), tmp_path / "theirs" / "ae.pt")
     trainer = {"dict_class": name, "layer": 8, "lm_name": "smollm2-135m"}
     (tmp_path / "theirs" / "config.json").write_text(json.dumps({"trainer": trainer, "buffer": {}}))
-    given = {"k": 6, "prefixes": (WIDTH,)} if name == "JumpReluAutoEncoder" else {}
+    given: dict[str, Any] = {"k": 6, "prefixes": (WIDTH,)} if name == "JumpReluAutoEncoder" else {}
     imported = import_sae(tmp_path / "theirs", tmp_path / "ours", **given)
     assert imported.sae.config.k == 6
     ours = SAE.load(tmp_path / "ours")
@@ -172,12 +177,10 @@ def test_what_dictionary_learning_saves_is_imported(tmp_path: Path, x_BD: Tensor
 def test_saebench_opens_what_we_export(
     tmp_path: Path, x_BD: Tensor, kind: str, real_model: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sae_bench.custom_saes.run_all_evals_dictionary_learning_saes import TRAINER_LOADERS
-
     sae = sae_of_kind(kind, x_BD, WIDTH)
     if kind in ("batch_topk", "msae"):
         with_one_threshold(sae)
-    sae.save(tmp_path / "ours", {"model": {**identity_of(real_model)}})
+    sae.save(tmp_path / "ours", {"model": to_dict(real_model.identity)})
     export_sae(tmp_path / "ours", "dictionary_learning", tmp_path / "out")
     trainer = json.loads((tmp_path / "out" / "config.json").read_text())["trainer"]
     load = TRAINER_LOADERS[trainer["trainer_class"]]
@@ -185,13 +188,6 @@ def test_saebench_opens_what_we_export(
     monkeypatch.setattr(here, "hf_hub_download", lambda repo_id, filename, **_: str(tmp_path / "out" / filename))
     theirs = load("owner/name", "ae.pt", "smollm2-135m", torch.device("cpu"), torch.float32, layer=8)
     assert_same_codes(theirs.encode(x_BD), sae.encode(x_BD), sae)
-
-
-def identity_of(model: BaseModel) -> dict[str, Any]:
-    from dmsae.config import to_dict
-
-    facts: dict[str, Any] = to_dict(model.identity)
-    return facts
 
 
 def dense_codes(theirs: Any, x_BD: Tensor) -> Tensor:
