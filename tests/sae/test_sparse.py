@@ -47,7 +47,7 @@ def test_selection_is_exact(
         x = torch.randint(n_levels, x.shape, generator=generator).double()
     n_keep = max(1, int(share * width * n_tokens))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dmsae.sae.sparse._BLOCK_ELEMENTS", block)
+        patch.setattr("dmsae.sae.sparse.BLOCK_ELEMENTS", block)
         active = select_top(x, torch.split(encoder, sizes), bias, n_keep, warm)
     pre = encoder @ x.T + bias[:, None]
     survivors = expected_survivors(pre, n_keep)
@@ -66,7 +66,7 @@ def test_a_warm_start_scans_once(monkeypatch: pytest.MonkeyPatch) -> None:
         n_products += 1
         return product(*args, **kwargs)
 
-    monkeypatch.setattr("dmsae.sae.sparse._BLOCK_ELEMENTS", 128 * 64)
+    monkeypatch.setattr("dmsae.sae.sparse.BLOCK_ELEMENTS", 128 * 64)
     cold = select_top(x, [encoder], torch.zeros(512), 64 * 8)
     monkeypatch.setattr(torch, "mm", counted)
     warm = select_top(x, [encoder], torch.zeros(512), 64 * 8, float(cold.values_S.min()))
@@ -83,7 +83,7 @@ def test_candidates_stay_few_from_a_cold_start(monkeypatch: pytest.MonkeyPatch) 
         n_seen.append(len(values))
         return float(values.kthvalue(len(values) - n + 1).values)
 
-    monkeypatch.setattr("dmsae.sae.sparse._BLOCK_ELEMENTS", 64 * 64)
+    monkeypatch.setattr("dmsae.sae.sparse.BLOCK_ELEMENTS", 64 * 64)
     monkeypatch.setattr("dmsae.sae.sparse.nth_largest", recording)
     generator = torch.Generator().manual_seed(0)
     encoder, x = torch.randn(4096, 16, generator=generator), torch.randn(64, 16, generator=generator)

@@ -17,16 +17,16 @@ from torch.nn.functional import embedding_bag
 from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.selection import nth_largest, surplus_ties
 
-_BLOCK_ELEMENTS = 1 << 22
+BLOCK_ELEMENTS = 1 << 22
 """Pre-activations held at a time: few enough to stay in cache, enough rows for the product to run at full speed."""
 
-_GRADIENT_ELEMENTS = 1 << 20
+GRADIENT_ELEMENTS = 1 << 20
 """Gradients computed at a time; again so that they are still in cache when they are read."""
 
 _WARM_START = 0.95
 """The scan starts a little under the last threshold: a scan that starts too high has to be repeated."""
 
-_PRUNE_AT = 3
+PRUNE_AT = 3
 """Candidates are thinned out when there are this many times as many as can survive."""
 
 with warnings.catch_warnings():
@@ -92,7 +92,7 @@ def _scan(x_BD: Tensor, encoders: Sequence[Tensor], bias_K: Tensor, n_keep: int,
         bias = bias_K[first : first + len(pre_rB)]
         parts.append(_entries_above(pre_rB, bias, cut, first))
         n_found += len(parts[-1].values_S)
-        if n_found > _PRUNE_AT * n_keep:
+        if n_found > PRUNE_AT * n_keep:
             # What the blocks so far hold above their n_keep-th largest is all that later blocks have to beat.
             candidates = _concatenate(parts)
             cut = max(cut, nth_largest(candidates.values_S, n_keep, ALONE.both))
@@ -104,7 +104,7 @@ def _scan(x_BD: Tensor, encoders: Sequence[Tensor], bias_K: Tensor, n_keep: int,
 def _pre_activation_blocks(x_BD: Tensor, encoders: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
     """Yield (first latent, encoder rows @ x) block by block; a block is overwritten by the next."""
     n_tokens = len(x_BD)
-    n_rows = max(1, _BLOCK_ELEMENTS // max(1, n_tokens))
+    n_rows = max(1, BLOCK_ELEMENTS // max(1, n_tokens))
     buffer = x_BD.new_empty(min(n_rows, max(map(len, encoders))), n_tokens)
     first = 0
     for encoder in encoders:
@@ -191,7 +191,7 @@ def gradients(
     `upstream_BD` is the gradient of the loss with respect to what these latents add to the reconstructions. Without
     `x_BD` the encoder's gradient is left out.
     """
-    n_rows = max(1, _GRADIENT_ELEMENTS // W_dec.shape[1])
+    n_rows = max(1, GRADIENT_ELEMENTS // W_dec.shape[1])
     starts = range(latents.start, latents.stop, n_rows)
     bounds = offsets[[*starts, latents.stop]].tolist()
     for start, (low, high) in zip(starts, pairwise(bounds), strict=True):
