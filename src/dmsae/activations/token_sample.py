@@ -30,6 +30,10 @@ _SAME_DIRECTION = 0.999
 """Cosine above which activations differ only in scale."""
 
 
+class _Reached(Exception):
+    """Raised by a hook to end a forward pass once all that was asked for is known."""
+
+
 class TokenSample(NamedTuple):
     """Tokens, and the activations expected at some of their positions."""
 
@@ -82,20 +86,23 @@ class TokenSample(NamedTuple):
         def take(path: str) -> Any:
             def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
                 taken[path] = hidden_states(output, tokens_NL).detach().float().cpu()[rows]
+                if len(taken) == len(paths):
+                    raise _Reached
 
             return hook
 
         handles = [model.get_submodule(path).register_forward_hook(take(path)) for path in paths]
         try:
             model(input_ids=tokens_NL, use_cache=False)
+        except _Reached:
+            return taken
         except (IndexError, TypeError, ValueError) as error:
             raise ModelError(f"The model cannot run the token sample of the SAE: {first_line(error)}.") from error
         finally:
             for handle in handles:
                 handle.remove()
-        if missing := set(paths) - set(taken):
-            raise ModelError(f"The forward pass never reached {sorted(missing)[0]!r}. Choose another hook.")
-        return taken
+        missing = sorted(set(paths) - set(taken))
+        raise ModelError(f"The forward pass never reached {missing[0]!r}. Choose another hook.")
 
     def _off(self, x_RD: Tensor) -> float:
         """Return how far activations are from those expected, as a fraction of their norm; the median row counts."""
