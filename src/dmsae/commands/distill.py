@@ -1,6 +1,7 @@
 """`dmsae distill`: the whole of Algorithm 1, harvest included."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,12 +18,16 @@ from dmsae.commands.recipes import read_sections, warn_of_train_table
 from dmsae.commands.results import print_length
 from dmsae.commands.selection import show_selection
 from dmsae.commands.terminal import TERMINAL
+from dmsae.config import to_dict
 from dmsae.disk import layout
 from dmsae.disk.run import require_claimable
 from dmsae.distillation.distill import MAY_CHANGE, Distillation, DistillConfig, distill, run_settings
 from dmsae.distillation.outcome import CycleReport, require_cycles
 from dmsae.errors import ConfigError
 from dmsae.formats import require_checkpoint
+from dmsae.sae.comms import Comms
+from dmsae.training.crew import run_on_mesh
+from dmsae.training.mesh import MeshConfig
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class DistillCommand:
     """Take the settings from a recipe: one that ships with dmsae, by name, or a .toml file. Flags win."""
     root: Path | None = None
     """Directory of stores. It is remembered by what is made from this run."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """How training is spread over the processes that torchrun starts."""
 
     def __post_init__(self) -> None:
         if self.live and self.store:
@@ -59,6 +66,10 @@ def command(recipe: str) -> DistillCommand:
 
 def run(command: DistillCommand) -> None:
     """Distill, printing a line per cycle, and then the result."""
+    run_on_mesh(command.mesh, command.config.train.device, to_dict(command), partial(_run, command))
+
+
+def _run(command: DistillCommand, comms: Comms) -> None:
     command.config.sae(d_model=1, n_core=0)  # impossible shapes are refused before anything is harvested
     if command.config.cycle0.source:
         require_checkpoint(command.config.cycle0.source)
@@ -68,7 +79,7 @@ def run(command: DistillCommand) -> None:
     store = _store(command, source)
     TERMINAL.note(f"Store {store.key}: {store.model.name} at {store.model.hook}")
     print_length(command.config.train, None if source else store)
-    done = distill(command.config, store, command.out, _CyclePrinter(), source=source, progress=TERMINAL)
+    done = distill(command.config, store, command.out, _CyclePrinter(), source=source, progress=TERMINAL, comms=comms)
     out.print()
     show_distillation(done)
     distilled = command.out / layout.DISTILLED

@@ -1,6 +1,7 @@
 """`dmsae train`: one SAE."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,15 +12,18 @@ from dmsae.activations.store import Store, open_store
 from dmsae.commands.recipes import read_sections
 from dmsae.commands.results import print_results, require_finished
 from dmsae.commands.terminal import TERMINAL
+from dmsae.config import to_dict
 from dmsae.cores.core import Core
 from dmsae.disk import layout
 from dmsae.distillation.carrier import carrier
 from dmsae.distillation.matching import warn_of_other_starts
 from dmsae.distillation.transfer import keep_fidelity, require_latents
 from dmsae.errors import ConfigError
+from dmsae.sae.comms import Comms
 from dmsae.sae.config import CoreMode, SAEConfig, core_first, matryoshka_nesting
 from dmsae.training.config import TrainConfig
-from dmsae.training.trainer import train_together
+from dmsae.training.crew import run_on_mesh, train_on
+from dmsae.training.mesh import MeshConfig
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class TrainCommand:
     """Take the settings from a recipe: one that ships with dmsae, by name, or a .toml file. Flags win."""
     root: Path | None = None
     """Directory of stores."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """How training is spread over the processes that torchrun starts."""
 
     def sae(self, d_model: int, n_core: int) -> SAEConfig:
         """Return what is to be trained."""
@@ -73,11 +79,15 @@ def command(recipe: str) -> TrainCommand:
 
 def run(command: TrainCommand) -> None:
     """Train one SAE and print how it ended."""
+    run_on_mesh(command.mesh, command.config.device, to_dict(command), partial(_run, command))
+
+
+def _run(command: TrainCommand, comms: Comms) -> None:
     store = open_store(command.store, command.root)
     core = _core(command, store)
     sae = command.sae(store.d_model, len(core) if core else 0)
     spec = carrier(layout.SAE, sae, core)
-    (result,) = train_together([spec], StoreSource(store), command.out, command.config, progress=TERMINAL)
+    (result,) = train_on(comms, [spec], StoreSource(store), command.out, command.config, progress=TERMINAL)
     keep_fidelity(command.out, [result], store, command.config.device, TERMINAL)
     print_results([result], store)
     require_finished([result])

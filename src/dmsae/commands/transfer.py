@@ -1,6 +1,7 @@
 """`dmsae transfer`: new SAEs from a core."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from dmsae.commands.recipes import read_sections, warn_of_train_table
 from dmsae.commands.results import print_length, print_prices, print_results, require_finished
 from dmsae.commands.survival import print_survivors
 from dmsae.commands.terminal import TERMINAL
+from dmsae.config import to_dict
 from dmsae.cores.controls import Rule
 from dmsae.cores.core import Core
 from dmsae.cores.norms import with_norm
@@ -26,6 +28,9 @@ from dmsae.distillation.rules import cores_by_rule
 from dmsae.distillation.survivors import survivors
 from dmsae.distillation.transfer import TransferConfig, transfer
 from dmsae.errors import ConfigError, DmsaeError
+from dmsae.sae.comms import Comms
+from dmsae.training.crew import run_on_mesh
+from dmsae.training.mesh import MeshConfig
 from dmsae.training.result import TrainResult
 
 
@@ -52,6 +57,8 @@ class TransferCommand:
     """Take the settings from a recipe: one that ships with dmsae, by name, or a .toml file. Flags win."""
     root: Path | None = None
     """Directory of stores. Default: the one that the distillation used."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """How training is spread over the processes that torchrun starts."""
 
     def __post_init__(self) -> None:
         if self.live and self.store:
@@ -67,6 +74,10 @@ def command(recipe: str) -> TransferCommand:
 
 def run(command: TransferCommand) -> None:
     """Train SAEs from a core and print how each ended."""
+    run_on_mesh(command.mesh, command.config.train.device, to_dict(command), partial(_run, command))
+
+
+def _run(command: TransferCommand, comms: Comms) -> None:
     warn_of_train_table(command.recipe, "transfer", TERMINAL)
     core = Core.load(command.core)
     store = open_store_of(command.core, command.store or core.provenance.store, command.root)
@@ -74,7 +85,9 @@ def run(command: TransferCommand) -> None:
     source = LiveSource(Harvest(command.harvest, command.root, TERMINAL), progress=TERMINAL) if command.live else None
     print_length(command.config.train, None if source else store)
     beside = _beside(command, core, store)
-    results = transfer(command.config, core, store, command.out, beside=beside, source=source, progress=TERMINAL)
+    results = transfer(
+        command.config, core, store, command.out, beside=beside, source=source, progress=TERMINAL, comms=comms
+    )
     out.print(f"SAEs of width {command.config.width:,} from a core of {len(core)} latents, in {command.out}:")
     print_results(results, store)
     require_finished(results)

@@ -34,11 +34,12 @@ from dmsae.distillation.outcome import CycleFailed, CycleReport, finish, report,
 from dmsae.errors import AttributionError, ConfigError, StoreError, TrainingError
 from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.progress import SILENT, Progress
+from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.config import CoreMode, SAEConfig
 from dmsae.sae.sae import SAE
 from dmsae.seeds import derive_seed
+from dmsae.training.crew import train_on
 from dmsae.training.result import TrainState, read_result
-from dmsae.training.trainer import train_together
 
 __all__ = ["MAY_CHANGE", "Cycle0", "CycleReport", "DistillConfig", "Distillation", "distill", "run_settings"]
 
@@ -64,6 +65,7 @@ def distill(
     *,
     source: ActivationSource | None = None,
     progress: Progress = SILENT,
+    comms: Comms = ALONE,
 ) -> Distillation:
     """Run a distillation in a directory, or what is left of it, and return its cores.
 
@@ -96,7 +98,7 @@ def distill(
             here = layout.cycle_directory(directory, cycle)
             try:
                 previous = cores[-1] if cores else None
-                sae = _train(config, store, source, here, cycle, previous, progress)
+                sae = _train(config, store, source, here, cycle, previous, progress, comms)
                 attribution = _score(config, store, here, sae, cycle)
                 cores.append(_select(config, store, here, sae, attribution, previous))
                 selection = _selection(config, attribution)
@@ -142,6 +144,7 @@ def _train(
     cycle: int,
     core: Core | None,
     progress: Progress,
+    comms: Comms,
 ) -> SAE:
     """Return the SAE of a cycle: imported, already there, or trained now from the core's rows alone."""
     if cycle == 0 and config.cycle0.source:
@@ -149,11 +152,11 @@ def _train(
         return SAE.load(here / layout.SAE)
     train = replace(config.train, seed=derive_seed(config.seed, "cycle", cycle))
     if config.rule is DistillRule.CONSENSUS:
-        train_members(config, train, source, here, progress)
+        train_members(config, train, source, here, progress, comms)
         return SAE.load(here / layout.SAE)
     spec = carrier(layout.SAE, _fitting(config, store, core, cycle), core)
     try:
-        train_together([spec], source, here, train, {"cycle": cycle}, progress)
+        train_on(comms, [spec], source, here, train, {"cycle": cycle}, progress)
     except TrainingError:
         if not (here / layout.SAE / layout.STATUS).is_file():  # it did not end: the same command resumes it
             raise

@@ -18,22 +18,28 @@ from dmsae.distillation.config import DistillConfig
 from dmsae.distillation.outcome import CycleFailed
 from dmsae.errors import AttributionError
 from dmsae.progress import SILENT, Progress
+from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.sae import SAE
 from dmsae.seeds import derive_seed
 from dmsae.training.config import TrainConfig
+from dmsae.training.crew import train_on
 from dmsae.training.learner import SAESpec
 from dmsae.training.result import TrainState
-from dmsae.training.trainer import train_together
 
 
 def train_members(
-    config: DistillConfig, train: TrainConfig, source: ActivationSource, here: Path, progress: Progress = SILENT
+    config: DistillConfig,
+    train: TrainConfig,
+    source: ActivationSource,
+    here: Path,
+    progress: Progress = SILENT,
+    comms: Comms = ALONE,
 ) -> None:
     """Train the members of a consensus in the folder of cycle 0, on one stream."""
     sae = config.sae(source.d_model, 0)
     seeds = {layout.member(i): derive_seed(config.seed, "member", i) for i in range(1, config.members)}
     specs = [SAESpec(layout.SAE, sae), *(SAESpec(name, sae, init_seed=seed) for name, seed in seeds.items())]
-    results = train_together(specs, source, here, train, {"cycle": 0}, progress)
+    results = train_on(comms, specs, source, here, train, {"cycle": 0}, progress)
     if failed := [result for result in results if result.state is not TrainState.FINISHED]:
         cause = f"{failed[0].name} {failed[0].state} at step {failed[0].step} ({failed[0].cause})"
         raise CycleFailed(0, cause, "Try a smaller k or a lower lr, in a new directory.")

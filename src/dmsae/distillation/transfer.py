@@ -24,12 +24,13 @@ from dmsae.distillation.matching import require_matching
 from dmsae.errors import ConfigError
 from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.progress import SILENT, Progress
+from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.config import CoreConfig, CoreMode, SAEConfig, core_first, matryoshka_nesting
 from dmsae.sae.detectors import detect
 from dmsae.training.config import TrainConfig
+from dmsae.training.crew import train_on
 from dmsae.training.learner import SAESpec
 from dmsae.training.result import TrainResult
-from dmsae.training.trainer import train_together
 
 Baseline = Literal["msae", "batchtopk", "unconstrained"]
 
@@ -202,6 +203,7 @@ def transfer(
     beside: Mapping[str, Core] | None = None,
     source: ActivationSource | None = None,
     progress: Progress = SILENT,
+    comms: Comms = ALONE,
 ) -> list[TrainResult]:
     """Train the SAEs of a transfer in a directory, or what is left of them, and return how each ended.
 
@@ -221,7 +223,7 @@ def transfer(
         require_matching(source, store)
         made_from |= {"heldout_store": store.key}
     specs = sae_specs(config, core, store, beside)
-    results = train_together(specs, source or StoreSource(store), directory, config.train, made_from, progress)
+    results = train_on(comms, specs, source or StoreSource(store), directory, config.train, made_from, progress)
     keep_fidelity(directory, results, store, config.train.device, progress)
     return results
 
