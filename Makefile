@@ -57,7 +57,7 @@ results: $(READY)  ## the results page and its figures, from the JSON in docs/re
 	$(BIN)/python -m dmsae.report.results_page docs
 
 docs: $(READY)  ## the documentation site, in site/: open site/index.html, no server needed
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "The documentation is in site/index.html"
 
 attack: $(READY)  ## kills, damage, hostile files, full disks and races for an hour (MINUTES=60), counted
