@@ -1,18 +1,32 @@
 """What the ranks of a mesh do in tests: importable by them without the tests themselves."""
 
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmsae.sae.comms import Comms
-from dmsae.sae.config import SAEConfig
+from dmsae.activations.stream import ActivationStream, Cursor
+from dmsae.errors import DmsaeError, StoreError
+from dmsae.sae.comms import Comms, settled
+from dmsae.sae.config import DenseCore, DetectorCore, SAEConfig, SparseCore
 from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import BatchResult, Objective, backward_
 from dmsae.sae.sae import SAE
 from dmsae.sae.selection import keep_largest_of_rows_, nth_largest
 from dmsae.sae.shard import owned_rows, shard, unshard
 from dmsae.sae.variance import variance
+from dmsae.training.checkpoints import Checkpoints
+from dmsae.training.config import TrainConfig
+from dmsae.training.learner import Learner, SAESpec
+from dmsae.training.mesh import require_same
+from dmsae.training.scale import first_look
+from dmsae.training.trainer import train_together
+from zipf import Zipf
 
 
 class Case(NamedTuple):
@@ -96,3 +110,137 @@ def there_and_back(comms: Comms, case: Case) -> tuple[int, dict[str, Any], float
     x = case.x()
     n = len(x) // comms.data.size
     return part.config.n_core, whole.state_dict(), variance(x[comms.data.rank * n :][:n], comms.data)
+
+
+CORE = 0.3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+DETECTORS = Detectors(torch.linspace(-0.5, 0.5, 5), torch.linspace(0.5, 3, 5))
+PREFIXES = (13, 29, 48)
+
+
+def specs() -> list[SAESpec]:
+    """SAEs of every kind; a core of five latents is not divisible by two."""
+    return [
+        SAESpec("plain", SAEConfig(32, 48, 4, (8, 24, 48))),
+        SAESpec("dense", SAEConfig(32, 48, 6, PREFIXES, DenseCore(5, 4)), CORE, total_budget=True),
+        SAESpec("sparse", SAEConfig(32, 48, 4, PREFIXES, SparseCore(5)), CORE),
+        SAESpec("detector", SAEConfig(32, 48, 6, PREFIXES, DetectorCore(5, 4)), CORE, DETECTORS),
+    ]
+
+
+SHORT: dict[str, Any] = {"tokens": 24 * 64, "batch_size": 64, "lr": 1e-3, "norm_batches": 3, "log_every": 1}
+SHORT |= {"device": "cpu"}
+"""A training of 24 steps."""
+
+
+class StopAt:
+    """A `Progress` that interrupts its own process after some step."""
+
+    def __init__(self, step: int | None) -> None:
+        self._left, self.notes = step, list[str]()
+
+    @contextmanager
+    def bar(self, _what: str, _total: int, _unit: str) -> Iterator["StopAt"]:
+        yield self
+
+    def skip(self, count: int) -> None:
+        self.advance(count)
+
+    def advance(self, count: int, _note: str = "") -> None:
+        if self._left is not None:
+            self._left -= count
+            if self._left == 0:
+                signal.raise_signal(signal.SIGINT)
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+    warn = note
+
+
+def train_here(comms: Comms, directory: Path, stop_at: int | None = None, **changes: Any) -> str:
+    """Train SAEs of every kind; return "finished", or "stopped" when a signal came."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    config = TrainConfig(**SHORT | {"checkpoint_seconds": math.inf} | changes)
+    try:
+        train_together(specs(), Zipf(), directory, config, progress=StopAt(stop_at), comms=comms)
+    except KeyboardInterrupt:
+        return "stopped"
+    return "finished"
+
+
+class Learned(NamedTuple):
+    results: list[BatchResult]
+    tensors: dict[str, Tensor]
+    facts: list[dict[str, Any]]
+    scale: float
+    dead_groups: list[list[int]]
+    inference: list[tuple[float, ...]]
+    folded: dict[str, Tensor]
+
+
+def learn(comms: Comms, name: str, n_steps: int) -> Learned:
+    """Train one of the SAEs in float64, and return all there is to know about it."""
+    spec = next(one for one in specs() if one.name == name)
+    config = TrainConfig(**SHORT | {"batch_size": 16, "dead_after_tokens": 32, "threshold_start": 2})
+    share = comms.data.rank, comms.data.size
+    with closing(ActivationStream(Zipf(), config.batch_size, 0, "cpu", share)) as stream:
+        scale, b_dec = first_look(_Double(stream), 3, comms)  # type: ignore[arg-type]
+        learner = Learner(spec, config, config.schedule(), b_dec, scale, comms)
+        learner.sae.double()
+        stream.seek(Cursor())
+        results, groups, inference = [], [], []
+        for step_ in range(n_steps):
+            x = next(stream).double() / scale
+            results.append(learner.advance(step_, x, variance(x, comms.data)))
+            groups.append(learner.dead_groups())
+            mine = x[: max(0, 12 - comms.data.rank * len(x))]
+            inference.append(tuple(learner.inference_metrics(mine, 12)))
+    folded = learner.folded(scale).state_dict()
+    return Learned(results, learner.tensors(), [learner.facts()], scale, groups, inference, folded)
+
+
+class _Double:
+    """A stream in float64."""
+
+    def __init__(self, stream: ActivationStream) -> None:
+        self._stream = stream
+
+    def __next__(self) -> Tensor:
+        return next(self._stream).double()
+
+
+def save_parts(comms: Comms, directory: Path, tensors: dict[str, Tensor], starts: dict[str, int], n: int) -> None:
+    """Save what each rank owns of whole tensors, as the checkpoint of step n."""
+    mine = {
+        name: tensor[owned_rows(starts[name], comms.latents.rank, comms.latents.size)] if name in starts else tensor
+        for name, tensor in tensors.items()
+    }
+    Checkpoints(directory, starts, comms).save(n, mine, {"step": n})
+
+
+def load_parts(comms: Comms, directory: Path, starts: dict[str, int]) -> tuple[dict[str, Tensor], Any]:
+    """Return what a rank loads."""
+    loaded = Checkpoints(directory, starts, comms).load()
+    assert loaded is not None
+    return loaded
+
+
+def settle(comms: Comms, failing: list[int]) -> str:
+    """Fail on some ranks, and return what each of them hears."""
+    try:
+        with settled(comms.both):
+            if comms.both.rank in failing:
+                raise StoreError(f"rank {comms.both.rank} is out of luck")
+    except DmsaeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def same(comms: Comms, values: list[int]) -> str:
+    """Return what each rank hears when they compare their settings."""
+    try:
+        require_same({"batch_size": values[comms.both.rank]}, comms.both)
+    except DmsaeError as error:
+        return str(error)
+    return "nothing"
