@@ -28,6 +28,7 @@ FLOW = (
     "formats",
     "interventions",
     "distillation",
+    "planning",
     "experiments",
     "report",
     # the command line

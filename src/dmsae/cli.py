@@ -31,6 +31,7 @@ class Entry(NamedTuple):
 
 ENTRIES = {
     "assets": Entry("assets", "A real model and a real corpus, fetched with pip."),
+    "plan": Entry("plan", "Say what a recipe will need at each stage: memory, disk, traffic, hours."),
     "harvest": Entry("harvest", "Run text through a model once and keep its activations and loss gradients on disk."),
     "store": Entry("stores", "Stores of activations: list, show, verify, import, remove."),
     "train": Entry("train", "Train one SAE of any kind from a store."),

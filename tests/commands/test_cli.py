@@ -29,6 +29,7 @@ SINGLE = (
     "transfer",
     "evaluate",
     "read",
+    "plan",
     "steer",
     "export",
     "import",

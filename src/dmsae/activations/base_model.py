@@ -104,7 +104,7 @@ def identify(config: ModelConfig, progress: Progress = SILENT) -> ModelIdentity:
         revision=revision,
         weights_sha256=canonical_hash([sha256_of(file) for file in [path / "config.json", *weights]]),
         tokenizer_sha256=canonical_hash([sha256_of(file) for file in vocabulary]),
-        hook=resolve_hook(_skeleton(path), config.hook),
+        hook=resolve_hook(skeleton(path), config.hook),
         dtype=config.dtype,
     )
 
@@ -144,7 +144,7 @@ def resolve_hook(model: nn.Module, hook: int | str) -> str:
     return f"{stacks[0]}.{int(hook)}"
 
 
-def _skeleton(path: Path) -> nn.Module:
+def skeleton(path: Path) -> nn.Module:
     """Return the model's modules without weights."""
     import transformers
 

@@ -1,0 +1,77 @@
+"""How much memory training takes, by a model of what is allocated; `benchmarks/memory.py` holds it against the process.
+
+Weights, gradients and both Adam moments stay for the whole training, for every SAE that trains on the same stream. What
+a step needs besides is freed after it, and SAEs take their steps one after the other, so it counts once.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dmsae.sae.config import SAEConfig
+from dmsae.sae.sparse import BLOCK_ELEMENTS, GRADIENT_ELEMENTS, PRUNE_AT
+from dmsae.training.mesh import MeshConfig
+
+_LEARNED = 16
+"""Bytes of a learned number: the weight, its gradient, two moments."""
+_ENTRY = 12
+"""Bytes of an entry that may survive selection: latent, token, value."""
+_FOUND = 24
+"""Bytes of an entry of a block while it is looked for: its place (int64), latent, token and value."""
+_SORTED = 44
+"""Bytes of a survivor while survivors are sorted by token: keys, order (int64), and both again as they are taken."""
+
+
+class TrainingMemory(NamedTuple):
+    """Bytes of one rank during training, besides what the process has at its start."""
+
+    kept: int
+    """Weights, gradients, Adam state and counters of all SAEs."""
+    step: int
+    """What the step of the largest of them needs besides."""
+    stream: int
+    """Blocks of stored activations that are read ahead; in the memory of the host, also beside a GPU."""
+
+    @property
+    def device(self) -> int:
+        """Bytes where the SAEs are."""
+        return self.kept + self.step
+
+
+def training_memory(
+    saes: Sequence[SAEConfig], batch_size: int, mesh: MeshConfig, block_bytes: int = 0
+) -> TrainingMemory:
+    """Return what one rank of a mesh needs to train SAEs together, from a store whose blocks have so many bytes."""
+    kept = sum(kept_bytes(sae, mesh.latents) for sae in saes)
+    step = max((step_bytes(sae, batch_size // mesh.data, mesh.latents) for sae in saes), default=0)
+    return TrainingMemory(kept, step, 2 * block_bytes)
+
+
+def kept_bytes(sae: SAEConfig, n_latents: int = 1) -> int:
+    """Return what an SAE keeps between steps, on each of the ranks that share its latents."""
+    width, d_model = sae.width // n_latents, sae.d_model
+    n_core, n_detectors = sae.n_core // n_latents, sae.n_detectors // n_latents
+    learned = (width - n_core) * d_model + width * d_model + width - n_detectors + d_model
+    frozen = n_core * d_model + n_detectors
+    return _LEARNED * learned + 4 * frozen + (4 + 8) * width  # a threshold and a count of idle tokens for each latent
+
+
+def step_bytes(sae: SAEConfig, n_tokens: int, n_latents: int = 1) -> int:
+    """Return what a step allocates at most: the batch, its residuals, a block of pre-activations, candidates."""
+    rows = sae.width // n_latents
+    batch = 4 * n_tokens * sae.d_model * (2 + len(sae.prefixes))
+    # A block in float32, a flag for each entry, and, before there is a threshold to start from, half of the entries.
+    block = (4 + 1 + _FOUND // 2) * min(BLOCK_ELEMENTS, rows * n_tokens)
+    survivors = min(sae.k_selected, sae.width) * n_tokens // n_latents
+    candidates = min(PRUNE_AT * survivors, rows * n_tokens) * _ENTRY
+    core = 2 * 4 * n_tokens * (sae.n_dense // n_latents)
+    gradients = 3 * 4 * min(GRADIENT_ELEMENTS, rows * sae.d_model)
+    return batch + core + max(block + 2 * candidates, _SORTED * survivors + gradients)
+
+
+def fitting_together(saes: Sequence[SAEConfig], batch_size: int, mesh: MeshConfig, available: int) -> int:
+    """Return how many of some SAEs, in their order, can be trained together in so many bytes; at least 1."""
+    for n in range(len(saes), 1, -1):
+        passes = [saes[start : start + n] for start in range(0, len(saes), n)]
+        if all(training_memory(some, batch_size, mesh).device <= available for some in passes):
+            return n
+    return 1

@@ -1,0 +1,138 @@
+"""What a recipe needs at each stage, before it starts: memory, disk, traffic between ranks, hours."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dmsae.activations.dtypes import torch_dtype
+from dmsae.activations.request import HarvestConfig
+from dmsae.activations.shards import row_bytes
+from dmsae.activations.splits import Split
+from dmsae.config import require
+from dmsae.distillation.config import DistillConfig
+from dmsae.distillation.transfer import TransferConfig, k_noncore
+from dmsae.planning.memory import TrainingMemory, fitting_together, training_memory
+from dmsae.planning.models import ModelFacts, model_bytes
+from dmsae.planning.probe import seconds_by_k
+from dmsae.sae.comms import step_bytes
+from dmsae.sae.config import SAEConfig
+from dmsae.training.config import TrainConfig
+from dmsae.training.mesh import MeshConfig
+
+CORE_SHARE = 0.1
+"""Share of prefix-0 that a core is taken to have in a plan: cores are small beside the width and move little."""
+_TOKEN = 5
+"""Bytes of a stored token and its flag."""
+
+
+class Stage(NamedTuple):
+    """What one stage of a recipe needs; None where it is not known."""
+
+    name: str
+    what: str
+    device_bytes: int | None
+    """On each device, besides what a process has at its start."""
+    host_bytes: int | None
+    """In the host's memory, for each rank."""
+    disk_bytes: int
+    """Written and kept."""
+    wire_bytes: int
+    """Sent by each rank in a step."""
+    hours: float | None
+
+
+class Needs(NamedTuple):
+    """A plan: its stages in order, and how many passes the SAEs of a transfer take."""
+
+    stages: list[Stage]
+    passes: int
+
+
+def plan(
+    harvest: HarvestConfig,
+    distill: DistillConfig,
+    transfer: TransferConfig,
+    facts: ModelFacts,
+    mesh: MeshConfig,
+    available: int | None = None,
+    harvest_seconds: float | None = None,
+    device: str = "auto",
+) -> Needs:
+    """Return what the stages of a recipe need.
+
+    `available` is the memory of each device, by which the SAEs of a transfer are spread over passes. `harvest_seconds`
+    are from a measured dry run. Hours of training are those of one device like this one, divided by the data ranks.
+    """
+    block = harvest.shard_tokens * facts.d_model * torch_dtype(harvest.dtype).itemsize
+    first = distill.sae(facts.d_model, 0)
+    stages = [_harvest(harvest, facts, harvest_seconds)]
+    stages += _cycles(distill, first, mesh, block, device)
+    saes = _transferred(transfer, facts.d_model)
+    together = len(saes)
+    if available is not None:
+        together = fitting_together(saes, transfer.train.batch_size, mesh, available)
+    groups = [saes[start : start + together] for start in range(0, len(saes), together)]
+    memory = max((training_memory(some, transfer.train.batch_size, mesh, block) for some in groups), key=_device)
+    passes = f", {len(groups)} passes of at most {together}" if len(groups) > 1 else ""
+    what = f"{len(saes)} SAEs of width {transfer.width:,}{passes}, {transfer.train.tokens:,} tokens each"
+    stages.append(_training("transfer", what, saes, transfer.train, memory, mesh, device))
+    return Needs(stages, len(groups))
+
+
+def _device(memory: TrainingMemory) -> int:
+    return memory.device
+
+
+def _harvest(config: HarvestConfig, facts: ModelFacts, seconds: float | None) -> Stage:
+    disk = sum(config.wanted(split) * (row_bytes(config, split, facts.d_model) + _TOKEN) for split in Split)
+    needed = model_bytes(facts, config.model, config.batch_contexts, config.tokens.context_length)
+    shard = config.shard_tokens * facts.d_model * 4
+    what = f"{config.train_tokens:,} activations and {config.pair_tokens:,} pairs of {config.model.name}"
+    return Stage("harvest", what, needed, 2 * shard, disk, 0, None if seconds is None else seconds / 3600)
+
+
+def _cycles(config: DistillConfig, first: SAEConfig, mesh: MeshConfig, block: int, device: str) -> list[Stage]:
+    """Return the stages of a distillation: cycle 0, unless its SAE is given, and the others."""
+    stages = []
+    memory = training_memory([first], config.train.batch_size, mesh, block)
+    trained = f"an SAE of width {config.width:,}, {config.train.tokens:,} tokens"
+    one = _training("a cycle", trained, [first], config.train, memory, mesh, device)
+    if not config.cycle0.source:
+        stages.append(one._replace(name="cycle 0"))
+    if config.n_cycles > 1:
+        n = config.n_cycles - 1
+        hours = None if one.hours is None else one.hours * n
+        many = one._replace(name=f"cycles 1–{n}", what=f"{n} × {trained}", hours=hours, disk_bytes=one.disk_bytes * n)
+        stages.append(many)
+    return stages
+
+
+def _training(
+    name: str,
+    what: str,
+    saes: Sequence[SAEConfig],
+    train: TrainConfig,
+    memory: TrainingMemory,
+    mesh: MeshConfig,
+    device: str,
+) -> Stage:
+    steps = train.schedule().steps
+    total = steps * sum(seconds_by_k(saes, train.batch_size // mesh.data, device)) / mesh.latents
+    wire = max(
+        step_bytes(train.batch_size, sae.d_model, sae.width, len(sae.prefixes), mesh.data, mesh.latents) for sae in saes
+    )
+    disk = sum(4 * (2 * sae.d_model + 2) * sae.width for sae in saes)
+    return Stage(name, what, memory.device, memory.stream, disk, wire, total / 3600)
+
+
+def _transferred(config: TransferConfig, d_model: int) -> list[SAEConfig]:
+    """Return the SAEs of a transfer, with a core of a usual size."""
+    plain = config.sae(d_model, config.k[0], None)
+    n_core = max(1, round(CORE_SHARE * plain.prefixes[0]))
+    saes = []
+    for k in config.k:
+        kept = k_noncore(k, config.width, n_core)
+        one = [config.sae(d_model, k, mode.core(n_core, kept)) for mode in config.core_modes]
+        saes += one * (1 + len(config.random_cores))
+        saes += [config.sae(d_model, k, None)] * len(config.baselines)
+    require(bool(saes), "transfer", saes, "train at least one SAE")
+    return saes
