@@ -10,12 +10,12 @@ from dmsae.activations.splits import Split
 from dmsae.config import require
 from dmsae.distillation.config import DistillConfig
 from dmsae.distillation.transfer import TransferConfig, k_noncore
-from dmsae.planning.memory import TrainingMemory, fitting_together, training_memory
 from dmsae.planning.models import ModelFacts, model_bytes
 from dmsae.planning.probe import seconds_by_k
 from dmsae.sae.comms import step_bytes
 from dmsae.sae.config import SAEConfig
 from dmsae.training.config import TrainConfig
+from dmsae.training.memory import TrainingMemory, fitting_together, training_memory
 from dmsae.training.mesh import MeshConfig
 
 CORE_SHARE = 0.1

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dmsae.planning.memory import fitting_together, kept_bytes, step_bytes, training_memory
 from dmsae.sae.config import CoreMode, SAEConfig
 from dmsae.sae.detectors import Detectors
 from dmsae.training.config import TrainConfig
 from dmsae.training.learner import Learner, SAESpec
+from dmsae.training.memory import fitting_together, kept_bytes, step_bytes, training_memory
 from dmsae.training.mesh import MeshConfig
 
 ALONE = MeshConfig()
