@@ -50,7 +50,7 @@ SMALLER: dict[str, Callable[[str], str]] = {
     "pair_tokens": lambda _: "400",
     "shard_tokens": lambda _: "1024",
     "context_length": lambda _: "32",
-    "tokens": lambda _: "10240",
+    "tokens": lambda _: "7680",
     "lr": lambda _: "4e-3",
     "batch_size": lambda _: "128",
     "width": _divided(8),
