@@ -9,7 +9,7 @@ The folders follow the data, as the paper's Figure 1 does, and imports point one
     training/      one or several SAEs trained on one stream
     cores/         attribution, selection, cores with lineage, controls
     evaluation/    what an SAE is worth on held-out text
-    formats/       SAEs of other packages
+    formats/       SAEs in the formats of other packages and on the Hub, both ways
     interventions/ an SAE inside a model: latents read on a text, or changed
     distillation/  Algorithm 1 (distill) and Algorithm 3 (transfer)
     commands/      the command line, which only parses, calls the above, and prints

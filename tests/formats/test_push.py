@@ -125,6 +125,18 @@ except dmsae.DmsaeError as error:
     assert "k-16" in (repositories / "me/many/README.md").read_text()
 
 
+def test_the_commands_push_and_pull(saved: Path, tmp_path: Path, run: Callable[[str], str]) -> None:
+    code = f"""
+from dmsae.cli import main
+main(["hub", "push", {str(saved)!r}, "me/pushed", "--folder", "k-6"])
+main(["hub", "pull", "me/pushed", "--folder", "k-6", "--out", {str(tmp_path / "pulled")!r}])
+"""
+    printed = run(code)
+    assert "5 files: k-6/README.md, k-6/sae.json" in printed
+    assert "sae of 64 latents in" in printed
+    assert torch.equal(SAE.load(tmp_path / "pulled").W_dec, SAE.load(saved).W_dec)
+
+
 def test_what_is_larger_than_it_says_is_not_downloaded(
     saved: Path, repositories: Path, run: Callable[[str], str]
 ) -> None:
