@@ -1,7 +1,9 @@
 """What the ranks of a mesh do in tests: importable by them without the tests themselves."""
 
 import math
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -22,8 +24,9 @@ from dmsae.sae.shard import owned_rows, shard, unshard
 from dmsae.sae.variance import variance
 from dmsae.training.checkpoints import Checkpoints
 from dmsae.training.config import TrainConfig
+from dmsae.training.crew import follow, run_on_mesh, train_on
 from dmsae.training.learner import Learner, SAESpec
-from dmsae.training.mesh import require_same
+from dmsae.training.mesh import MeshConfig, require_same
 from dmsae.training.scale import first_look
 from dmsae.training.trainer import train_together
 from zipf import Zipf
@@ -241,6 +244,48 @@ def same(comms: Comms, values: list[int]) -> str:
     """Return what each rank hears when they compare their settings."""
     try:
         require_same({"batch_size": values[comms.both.rank]}, comms.both)
+    except DmsaeError as error:
+        return str(error)
+    return "nothing"
+
+
+def be_rank(rank: int, shape: tuple[int, int], port: int, directory: Path, changes: dict[str, Any]) -> None:
+    """Be one rank of a mesh, as under torchrun, and end with the exit code that a command would have."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(shape[0] * shape[1]), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.stderr = (directory.parent / f"rank-{rank}.log").open("a")
+    config = TrainConfig(**SHORT | changes)
+    mesh = MeshConfig(data=shape[0], latents=shape[1], timeout_seconds=5)
+
+    def command(comms: Comms) -> None:
+        train_on(comms, specs()[:2], Zipf(), directory, config)
+
+    try:
+        run_on_mesh(mesh, "cpu", {}, command)
+    except DmsaeError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(2)
+    os._exit(0)
+
+
+class Hidden(Zipf):
+    """A source that the second rank cannot open."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unhidden, ()
+
+
+def _unhidden() -> Zipf:
+    if os.environ["RANK"] == "1":
+        raise StoreError("There is no store here.")
+    return Zipf()
+
+
+def lead_or_follow(comms: Comms, directory: Path) -> str:
+    """Train on a source that one rank cannot open, and return what each rank hears."""
+    try:
+        train_on(comms, specs()[:1], Hidden(), directory, TrainConfig(**SHORT)) if comms.is_first else follow(comms)
     except DmsaeError as error:
         return str(error)
     return "nothing"

@@ -69,7 +69,11 @@ class TrainingError(DmsaeError):
 
 
 class MeshError(DmsaeError):
-    """The ranks of a mesh cannot work together, or one of them has been lost."""
+    """The ranks of a mesh cannot work together."""
+
+
+class LostRankError(MeshError):
+    """A rank of a mesh has ended, or has been silent for too long: there is nobody left to talk to."""
 
 
 class AttributionError(DmsaeError):

@@ -19,7 +19,7 @@ from dmsae.sae.shard import owned_rows
 from dmsae.training.checkpoints import Checkpoints
 from dmsae.training.learner import sharded_names
 from dmsae.training.mesh import MeshConfig, join, require_fits
-from mesh_work import CORE, DETECTORS, learn, load_parts, same, save_parts, settle, specs, train_here
+from mesh_work import CORE, DETECTORS, lead_or_follow, learn, load_parts, same, save_parts, settle, specs, train_here
 from meshes import SHAPES, Meshes, meshes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,9 +53,7 @@ def test_a_training_is_that_of_one_process(mesh: Meshes, shape: tuple[int, int],
         for key, tensor in alone.tensors.items():
             rows = owned_rows(starts[key], rank % shape[1], shape[1]) if key in starts else slice(None)
             expected = tensor[rows] if tensor.ndim else tensor
-            torch.testing.assert_close(
-                one.tensors[key], expected, rtol=1e-8, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}"
-            )
+            assert torch.allclose(one.tensors[key], expected, rtol=1e-8, atol=1e-9), key
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -179,6 +177,11 @@ def test_an_error_on_one_rank_is_heard_on_all(mesh: Meshes) -> None:
         "StoreError: rank 0 is out of luck",
         "MeshError: Rank 0 of 2: rank 0 is out of luck",
     ]
+
+
+def test_a_store_that_one_rank_cannot_see_is_named_on_all(mesh: Meshes, tmp_path: Path) -> None:
+    assert mesh.run((2, 1), lead_or_follow, tmp_path / "run") == ["Rank 1 of 2: There is no store here."] * 2
+    assert not (tmp_path / "run").exists()
 
 
 def test_ranks_with_other_settings_are_named(mesh: Meshes) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dmsae.activations.sources import ActivationSource
 from dmsae.config import Json
-from dmsae.errors import DmsaeError, MeshError
+from dmsae.errors import DmsaeError, LostRankError, MeshError
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.comms import ALONE, Comms, settled
 from dmsae.training.config import TrainConfig
@@ -77,8 +77,10 @@ def run_on_mesh(config: MeshConfig, device: str, settings: Json, command: Callab
 def _lead(comms: Comms, command: Callable[[Comms], None]) -> None:
     try:
         command(comms)
+    except MeshError:
+        raise  # the others have it too, or are gone
     except DmsaeError as error:
-        with suppress(MeshError):  # they may be gone: that may even be the error
+        with suppress(LostRankError):
             _send(_Dismissal(str(error)), comms)
         raise
     _send(_Dismissal(None), comms)
@@ -94,8 +96,12 @@ def follow(comms: Comms) -> None:
             if job.error is not None:
                 raise MeshError(f"Rank 0 of {comms.both.size}: {job.error}")
             return
-        with suppress(DmsaeError):  # all ranks have it, and what follows from it is for the first to say
+        try:
             job.run(SILENT, comms)
+        except MeshError:
+            raise
+        except DmsaeError:
+            continue  # all ranks have it, and what follows from it is for the first to say
 
 
 def _send(job: Job | _Dismissal, comms: Comms) -> None:

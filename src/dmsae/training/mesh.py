@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m dmsae train … --mesh.data 2 --mesh.latents 2
 
 Rank d·n_latents + l is the place (d, l). What ranks exchange is written down in `sae/comms.py`. A rank that is lost
-closes its connections, and every other then ends with a `MeshError`; one that stays silent is given up after
+closes its connections, and every other then ends with a `LostRankError`; one that stays silent is given up after
 `timeout_seconds`. Either way torchrun sees failed ranks, and restarts all of them if it was told to (`--max-restarts`):
 the run resumes from its last checkpoint.
 """
@@ -22,11 +22,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from dmsae.config import Json, require, require_whole
 from dmsae.devices import training_device
 from dmsae.disk.run import differences
-from dmsae.errors import ConfigError, DmsaeError, MeshError, first_line
+from dmsae.errors import ConfigError, DmsaeError, LostRankError, MeshError, first_line
 from dmsae.sae.comms import ALONE, Axis, Comms
 
 T = TypeVar("T")
@@ -140,8 +141,13 @@ def join(config: MeshConfig, device: str = "auto", facts: Json | None = None) ->
     if training_device(device).type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=config.timeout_seconds)
     with talking():
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_seconds))
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        # torchrun may keep one store for all attempts, and in it the addresses of ranks that are gone.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     comms = place(config)
     require_same({"code": _code(), "settings": facts or {}}, comms.both)
     return comms
@@ -236,7 +242,7 @@ def talking() -> Iterator[None]:
         yield
     except (RuntimeError, ConnectionError, EOFError) as error:
         rank = os.environ.get("RANK", "?")
-        raise MeshError(
+        raise LostRankError(
             f"Rank {rank} has lost contact with the others: {first_line(error)}. Another rank has probably ended: its "
             "message says why. The same command resumes from the last checkpoint."
         ) from error

@@ -27,7 +27,7 @@ from dmsae.disk import layout
 from dmsae.disk.artifact import bound, write_sealed
 from dmsae.disk.files import canonical_hash
 from dmsae.disk.run import claimed, stop_signals
-from dmsae.errors import CheckpointError, ConfigError, DmsaeError
+from dmsae.errors import CheckpointError, ConfigError, DmsaeError, LostRankError
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.comms import ALONE, Comms, settled
 from dmsae.sae.config import SAEConfig
@@ -190,6 +190,8 @@ class Trainer:
             with settled(self._comms.both):
                 x_BD = next(self._stream).div_(self._scale)
             return x_BD, usable_variance(x_BD, self._step + 1, self._comms.data)
+        except LostRankError:
+            raise
         except DmsaeError:
             self._stream.seek(cursor)
             self._save()

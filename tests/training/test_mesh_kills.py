@@ -1,0 +1,88 @@
+"""Ranks that are killed or fall silent: the others end with a message, and a restart ends as if nothing had been."""
+
+import os
+import random
+import signal
+import socket
+import time
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh_work import be_rank
+from meshes import SERVER
+
+
+def start(directory: Path, shape: tuple[int, int], **changes: Any) -> list[ForkServerProcess]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        SERVER.Process(target=be_rank, args=(rank, shape, port, directory, changes), daemon=True)
+        for rank in range(shape[0] * shape[1])
+    ]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+def join_all(ranks: list[ForkServerProcess]) -> list[int | None]:
+    """Wait for all ranks to end by themselves, and return their exit codes."""
+    for rank in ranks:
+        rank.join(90)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    return codes
+
+
+def n_lines(directory: Path) -> int:
+    path = directory / "plain" / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for(directory: Path, lines: int, ranks: list[ForkServerProcess]) -> None:
+    while n_lines(directory) < lines and all(rank.is_alive() for rank in ranks):
+        time.sleep(0.002)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name not in (".lock", "timing.jsonl")
+    }
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_killed_again_and_again(tmp_path: Path, shape: tuple[int, int]) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert join_all(start(whole, shape)) == [0, 0]
+    chance = random.Random(str(shape))
+    for victims in ([1], [0], [0, 1], [1]):
+        ranks = start(run, shape, checkpoint_seconds=0.05)
+        wait_for(run, min(20, n_lines(run) + chance.randint(1, 6)), ranks)
+        time.sleep(chance.uniform(0, 0.05))
+        for victim in victims:
+            ranks[victim].kill()
+        codes = join_all(ranks)
+        for rank, code in enumerate(codes):
+            assert code == (-signal.SIGKILL if rank in victims else 2), codes
+    assert join_all(start(run, shape)) == [0, 0]
+    assert contents(run) == contents(whole)
+    assert "has lost contact with the others" in (tmp_path / "rank-0.log").read_text()
+
+
+def test_a_silent_rank_is_given_up(tmp_path: Path) -> None:
+    ranks = start(tmp_path / "run", (2, 1), tokens=64 * 5000)
+    wait_for(tmp_path / "run", 3, ranks)
+    assert ranks[1].pid is not None
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    try:
+        ranks[0].join(60)
+        assert ranks[0].exitcode == 2
+    finally:
+        os.kill(ranks[1].pid, signal.SIGCONT)
+    assert join_all(ranks) == [2, 2]
