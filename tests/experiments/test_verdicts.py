@@ -91,7 +91,13 @@ PLANTED: dict[str, Json] = {
         "cycles": [{"k": k, "size": 10, "kept": kept} for k, last in ((1, 2), (2, 9), (4, 3)) for kept in (0, last)]
     },
     "tau": {"rows": [row(f"coverage-{c}", coverage=c, fve=f) for c, f in ((0.1, 0.5), (0.9, 0.8), (1.0, 0.803))]},
-    "paper": {"rows": [row("dense-k4", price=-0.01), row("random-norm_matched-dense-k4", price=0.2)]},
+    "paper": {
+        "rows": [
+            row("dense-k4", price=-0.01, price_loss=-0.03),
+            row("random-norm_matched-dense-k4", price=0.2),
+            row("detector-k4", price=0.01, price_loss=0.004),
+        ]
+    },
     "capped": {
         "rows": [
             row("detector-k4", price=0.01),
@@ -139,7 +145,7 @@ PLANTED: dict[str, Json] = {
 EXPECTED = (
     [0.1] * 6
     + [0.2] * 6
-    + [0.015, 0.7, 0.5, 0.6, 1.0, 0.007, 0.21, 0.01, 0.09, 0.02, 0.03, 0.3, 0.5, 0.02, 0.3, 0.4, 0.1]
+    + [0.015, 0.7, 0.5, 0.6, 1.0, 0.007, 0.21, 0.01, 0.03, 0.006, 0.09, 0.02, 0.03, 0.3, 0.5, 0.02, 0.3, 0.4, 0.1]
 )
 
 
