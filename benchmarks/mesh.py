@@ -1,0 +1,189 @@
+"""A training step on two ranks of one thread each, beside one process of two threads, on the same global batch.
+
+The mesh splits batches (2 × 1) or latents (1 × 2), over gloo. One process and mesh take turns, and the ratio of their
+throughputs is the median over turns: 1 is as fast as one process. *Wire* is what one rank sends in a step, from the
+counters of the loopback device (so other traffic on it counts too, and the headers of packets), beside what the design
+says (`dmsae.sae.comms.step_bytes`). *Memory* is the peak of the largest rank above what it needed for its imports and
+the data, as a share of that of one process. The step is `Learner.advance`; data as in `step.py`, none dead.
+
+    python benchmarks/mesh.py [--turns 9] [--width 16384] [--d-model 576] [--batch 2048] [--k 40 320]
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dmsae.sae.comms import ALONE, Comms, step_bytes
+from dmsae.sae.config import SAEConfig, matryoshka_nesting
+from dmsae.sae.variance import variance
+from dmsae.training.config import TrainConfig
+from dmsae.training.learner import Learner, SAESpec
+from dmsae.training.mesh import MeshConfig, place
+
+SHAPES = ((2, 1), (1, 2))
+N_BATCHES = 4
+STEPS_PER_TURN = 3
+
+
+class Cell(NamedTuple):
+    """A step to measure."""
+
+    width: int
+    k: int
+    d_model: int
+    batch: int
+
+
+def make_batches(cell: Cell) -> list[torch.Tensor]:
+    """Return sums of fixed random directions of unequal frequency, on the training scale."""
+    made = torch.Generator().manual_seed(0)
+    directions = torch.randn(4096, cell.d_model, generator=made)
+    frequency = torch.arange(1, 4097) ** -0.8
+    frequency = (60 * frequency / frequency.sum()).clamp_max(0.8)
+    batches = []
+    for _ in range(N_BATCHES):
+        on = torch.rand(cell.batch, 4096, generator=made) < frequency
+        x = (on * torch.rand(cell.batch, 4096, generator=made)) @ directions
+        x += 0.05 * torch.randn(cell.batch, cell.d_model, generator=made)
+        batches.append(x / x.square().sum(1).mean().sqrt())
+    return batches
+
+
+def work(end: Connection, cell: Cell, shape: tuple[int, int], rank: int, rendezvous: Path) -> None:
+    """Take as many steps as asked for, again and again; answer with the seconds and the memory used."""
+    n_ranks = shape[0] * shape[1]
+    torch.set_num_threads(2 if n_ranks == 1 else 1)
+    os.environ["RANK"] = str(rank)
+    comms: Comms = ALONE
+    if n_ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=n_ranks)
+        comms = place(MeshConfig(data=shape[0], latents=shape[1]))
+    n_local = cell.batch // shape[0]
+    batches = [x[comms.data.rank * n_local :][:n_local].clone() for x in make_batches(cell)]
+    at_first = peak_bytes()
+    config = TrainConfig(tokens=10**9, batch_size=cell.batch, device="cpu")
+    sae = SAEConfig(cell.d_model, cell.width, cell.k, matryoshka_nesting(cell.width))
+    learner = Learner(SAESpec("sae", sae), config, config.schedule(), torch.zeros(cell.d_model), 1.0, comms)
+    step = 0
+    while n_steps := end.recv():
+        comms.both.settle(None)
+        begun = time.perf_counter()
+        for _ in range(n_steps):
+            x_BD = batches[step % N_BATCHES]
+            learner.advance(step, x_BD, variance(x_BD, comms.data))
+            step += 1
+        end.send((time.perf_counter() - begun, peak_bytes() - at_first))
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Workers:
+    """The processes of one mesh."""
+
+    def __init__(self, cell: Cell, shape: tuple[int, int], folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.n_ranks = shape[0] * shape[1]
+        self._ends, self._processes = [], []
+        for rank in range(self.n_ranks):
+            mine, theirs = context.Pipe()
+            name = folder / f"{shape[0]}x{shape[1]}"
+            process = context.Process(target=work, args=(theirs, cell, shape, rank, name), daemon=True)
+            process.start()
+            self._ends.append(mine)
+            self._processes.append(process)
+
+    def turn(self, n_steps: int) -> tuple[float, int]:
+        """Take some steps; return the seconds that the slowest rank took, and the memory of the largest."""
+        for end in self._ends:
+            end.send(n_steps)
+        answers = [end.recv() for end in self._ends]
+        return max(seconds for seconds, _ in answers), max(size for _, size in answers)
+
+    def close(self) -> None:
+        """End the processes."""
+        for end in self._ends:
+            end.send(0)
+        for process in self._processes:
+            process.join()
+
+
+def loopback_bytes() -> int:
+    """Return how much has been sent over the loopback device since the machine started."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split()[9])
+    return 0
+
+
+def measure(cell: Cell, turns: int) -> list[dict[str, Any]]:
+    """Return a row for each mesh."""
+    with tempfile.TemporaryDirectory() as folder:
+        alone = Workers(cell, (1, 1), Path(folder))
+        meshes = {shape: Workers(cell, shape, Path(folder)) for shape in SHAPES}
+        for workers in (alone, *meshes.values()):
+            workers.turn(2)  # warms up: the first selection has no threshold to start from
+        ratios: dict[tuple[int, int], list[float]] = {shape: [] for shape in SHAPES}
+        wire: dict[tuple[int, int], list[float]] = {shape: [] for shape in SHAPES}
+        memory: dict[tuple[int, int], int] = {}
+        for _ in range(turns):
+            one, one_bytes = alone.turn(STEPS_PER_TURN)
+            for shape, workers in meshes.items():
+                before = loopback_bytes()
+                seconds, memory[shape] = workers.turn(STEPS_PER_TURN)
+                wire[shape].append((loopback_bytes() - before) / STEPS_PER_TURN / workers.n_ranks)
+                ratios[shape].append(one / seconds)
+        for workers in (alone, *meshes.values()):
+            workers.close()
+    rows = []
+    for shape in SHAPES:
+        n_prefixes = len(matryoshka_nesting(cell.width))
+        designed = step_bytes(cell.batch, cell.d_model, cell.width, n_prefixes, *shape)
+        sent = statistics.median(wire[shape])
+        rows.append(
+            cell._asdict()
+            | {"mesh": f"{shape[0]}x{shape[1]}", "throughput_ratio": round(statistics.median(ratios[shape]), 3)}
+            | {"wire_bytes": round(sent), "designed_bytes": designed, "wire_ratio": round(sent / designed, 3)}
+            | {"memory_ratio": round(memory[shape] / one_bytes, 3)}
+        )
+    return rows
+
+
+def main() -> None:
+    """Print the table, and one JSON object as the last line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--width", type=int, default=16384)
+    parser.add_argument("--d-model", type=int, default=576)
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--k", type=int, nargs="+", default=[40, 320])
+    given = parser.parse_args()
+    print(f"{'K':>6} {'k':>4} {'mesh':>5} {'throughput':>11} {'wire MB':>8} {'designed':>9} {'ratio':>6} {'memory':>7}")
+    rows = []
+    for k in given.k:
+        for row in measure(Cell(given.width, k, given.d_model, given.batch), given.turns):
+            rows.append(row)
+            print(
+                f"{row['width']:6} {k:4} {row['mesh']:>5} {row['throughput_ratio']:11.2f} "
+                f"{row['wire_bytes'] / 1e6:8.1f} {row['designed_bytes'] / 1e6:9.1f} {row['wire_ratio']:6.2f} "
+                f"{row['memory_ratio']:7.2f}",
+                flush=True,
+            )
+    print(json.dumps({"mesh": rows}))
+
+
+if __name__ == "__main__":
+    main()
