@@ -64,8 +64,6 @@ def test_a_command_that_fails_fails_the_page(reader: Reader, tmp_path: Path) -> 
 
 def test_sizes_are_all_that_is_changed() -> None:
     command = "dmsae transfer --core runs/a --k 20 40 --train.tokens 2_000_000 --cycles 3 --out runs/x2"
-    assert (
-        smaller_flags(command) == "dmsae transfer --core runs/a --k 3 5 --train.tokens 7680 --cycles 3 --out runs/x2"
-    )
+    assert smaller_flags(command) == "dmsae transfer --core runs/a --k 3 5 --train.tokens 7680 --cycles 3 --out runs/x2"
     recipe = 'cycles = 4\nk = [20, 40]\nname = "models/mine"\nlr = 1e-3\n'
     assert smaller_recipe(recipe) == 'cycles = 4\nk = [3, 5]\nname = "models/mine"\nlr = 4e-3\n'

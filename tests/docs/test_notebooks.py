@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from notebooks import code_cells, read_notebook, run, store_outputs, to_markdown
+from notebooks import Notebook, code_cells, read_notebook, run, store_outputs, to_markdown
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "notebooks"
@@ -56,8 +56,8 @@ def test_what_is_kept_is_small_and_whole(path: Path) -> None:
 
 
 def test_a_notebook_is_run_kept_and_shown(tmp_path: Path) -> None:
-    code = {"cell_type": "code", "id": "b", "metadata": {}, "execution_count": None, "outputs": []}
-    cells = [
+    code: Notebook = {"cell_type": "code", "id": "b", "metadata": {}, "execution_count": None, "outputs": []}
+    cells: list[Notebook] = [
         {"cell_type": "markdown", "id": "a", "metadata": {}, "source": ["# Title"]},
         code | {"source": ["x = 6 * 7\n", "print(x)"]},
         code | {"source": ["y = x + 1"]},
