@@ -99,8 +99,8 @@ def _documented(name: str, home: str) -> str:
 def benchmarks_page() -> str:
     """Return the page of measured figures: what the README says of them, so that there is one place to change."""
     sections = [
-        "# Benchmarks\n\nThese figures are the README's. Most are ratios of two things, measured in turns in one process: "
-        "a time by itself says more about a machine than about code.",
+        "# Benchmarks\n\nThese figures are the README's. Most are ratios of two things, measured in turns in one "
+        "process: a time by itself says more about a machine than about code.",
         section("Measured"),
         section("What has been run, and what has not"),
     ]
