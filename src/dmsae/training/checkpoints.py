@@ -79,6 +79,14 @@ class Checkpoints:
         tensors, state = load_checkpoint(path)
         return {name: self._own(name, tensor) for name, tensor in tensors.items()}, state
 
+    def state(self) -> Json | None:
+        """Return all of the newest checkpoint but its tensors, without reading those; None when there is none."""
+        path = self.newest()
+        if path is None:
+            return None
+        state: Json = read_sealed(path / layout.MESH_STATE, REMEDY)["state"] if path.is_dir() else read_state(path)
+        return state
+
     def newest(self) -> Path | None:
         """Return the file or folder from which a training resumes; None when there is none."""
         steps = mesh_steps(self._directory)

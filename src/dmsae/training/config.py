@@ -10,7 +10,7 @@ from dmsae.training.metrics import SinkName
 from dmsae.training.schedule import Schedule
 
 _WHOLE = {"tokens": 1, "batch_size": 1, "norm_batches": 1, "log_every": 1}
-_WHOLE_OR_OPEN = {"warmup_steps": 0, "threshold_start": 0, "dead_after_tokens": 1}
+_WHOLE_OR_OPEN = {"warmup_steps": 0, "threshold_start": 0, "dead_after_tokens": 1, "saes_at_once": 1}
 """Fields that are whole numbers, and the least each may be."""
 
 
@@ -57,6 +57,9 @@ class TrainConfig:
     """Where metrics go as well: tensorboard, wandb."""
     checkpoint_seconds: float = 120.0
     """Time between checkpoints. One is also written on Ctrl-C and SIGTERM."""
+    saes_at_once: int | None = None
+    """SAEs of a run that train together, on one pass over the activations; the others follow, on passes of their own,
+    to the same result. None: as many as fit into the memory of the GPU; on a CPU, all."""
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`: cuda if it is there."""
 
@@ -90,7 +93,7 @@ class TrainConfig:
 
     def result_settings(self) -> Json:
         """Return the settings that determine the result; how often to log and to save may change between resumes."""
-        watching = ("log_every", "log_to", "checkpoint_seconds", "device")
+        watching = ("log_every", "log_to", "checkpoint_seconds", "saes_at_once", "device")
         return {name: value for name, value in to_dict(self).items() if name not in watching}
 
     def schedule(self) -> Schedule:

@@ -38,12 +38,15 @@ from dmsae.sae.variance import fraction_explained
 from dmsae.training.checkpoints import Checkpoints
 from dmsae.training.config import TrainConfig
 from dmsae.training.learner import Learner, SAESpec, sharded_names
+from dmsae.training.memory import fitting_together
 from dmsae.training.mesh import require_fits, require_same, shape_of
 from dmsae.training.metrics import Mark, MetricsLog, StepMetrics
 from dmsae.training.requirements import require_shared, require_trainable
 from dmsae.training.result import TrainResult, TrainState, read_result, require_one_usable
 from dmsae.training.scale import first_look, usable_variance
 
+_USABLE = 0.9
+"""Share of a GPU's free memory that SAEs may fill: allocators need room of their own."""
 _INFERENCE_TOKENS = 256
 """Tokens of a logged batch on which the SAE is also measured with its inference thresholds."""
 
@@ -114,7 +117,8 @@ class Trainer:
         comms: Comms = ALONE,
     ) -> None:
         require_trainable(specs, config, stream)
-        self._specs, self._config, self._stream, self._directory = specs, config, stream, directory
+        self._all, self._config, self._stream, self._directory = specs, config, stream, directory
+        self._specs: Sequence[SAESpec] = ()
         self._progress, self._comms = progress if comms.is_first else SILENT, comms
         self._checkpoints = Checkpoints(directory, sharded_names(specs), comms)
         self._schedule = config.schedule()
@@ -138,19 +142,60 @@ class Trainer:
             with settled(everyone):
                 if first:
                     held.enter_context(claimed(self._directory, self._settings))
-            if not everyone.of_first(self._is_finished()):
-                try:
-                    self._begin()
-                    self._loop()
-                finally:
-                    for log in self._logs.values():
-                        log.close()
-                self._finish()
+            while names := self._next_pass():
+                self._specs = [spec for spec in self._all if spec.name in names]
+                self._pass()
             with settled(everyone):
                 if first:
                     self._checkpoints.remove()
-                results = [read_result(self._where(spec.name)) for spec in self._specs] if first else []
+                results = [read_result(self._where(spec.name)) for spec in self._all] if first else []
             return require_one_usable(everyone.of_first(results))
+
+    def _next_pass(self) -> list[str]:
+        """Return the SAEs to train together next: those of the checkpoint, else as many as fit; none at the end."""
+        names: list[str] = []
+        with settled(self._comms.both):
+            if self._comms.is_first:
+                left = [spec for spec in self._all if not (self._where(spec.name) / layout.STATUS).is_file()]
+                names = [spec.name for spec in left if spec.name in self._begun()]
+                if left and not names:
+                    self._checkpoints.remove()  # of a pass that was finished
+                    names = [spec.name for spec in left[: self._at_once(left)]]
+                if len(names) < len(left):
+                    self._progress.note(f"{len(names)} of the {len(left)} SAEs that are left train first.")
+        return self._comms.both.of_first(names)
+
+    def _begun(self) -> list[str]:
+        """Return the SAEs that the checkpoint holds; none when there is no checkpoint."""
+        state = self._checkpoints.state()
+        if state is None:
+            return []
+        self._require_ours(state)
+        try:
+            return list(state["learners"])
+        except (KeyError, TypeError) as error:
+            raise self._unusable(error) from error
+
+    def _at_once(self, specs: Sequence[SAESpec]) -> int:
+        """Return how many SAEs may train together."""
+        device = self._stream.device
+        if self._config.saes_at_once is not None or device.type != "cuda":
+            return self._config.saes_at_once or len(specs)
+        available = round(_USABLE * torch.cuda.mem_get_info(device)[0])
+        saes = [spec.sae for spec in specs]
+        return fitting_together(saes, self._config.batch_size, shape_of(self._comms), available)
+
+    def _pass(self) -> None:
+        """Train some of the SAEs to the end, from the beginning or from the last checkpoint."""
+        self._step, self._last, self._logs = 0, {}, {}
+        self._stream.seek(Cursor())
+        try:
+            self._begin()
+            self._loop()
+        finally:
+            for log in self._logs.values():
+                log.close()
+        self._finish()
 
     def _loop(self) -> None:
         steps, batch = self._schedule.steps, self._config.batch_size
@@ -212,9 +257,6 @@ class Trainer:
                 self._open_logs(None)
 
     def _resume(self, tensors: dict[str, Tensor], state: Json) -> None:
-        path = self._checkpoints.newest()
-        if state.get("settings") != canonical_hash(self._settings):
-            raise CheckpointError(f"{path} belongs to another run. Restore the one of this run, or remove it.")
         try:
             self._step, self._scale, cursor = state["step"], state["scale"], Cursor(**state["cursor"])
             self._last = {name: from_dict(StepMetrics, last) for name, last in state["last"].items()}
@@ -225,10 +267,18 @@ class Trainer:
             self._open_logs(state)
             self._stream.seek(cursor)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, ConfigError) as error:
-            raise CheckpointError(
-                f"{path} is not a checkpoint that this run can resume from: {error!r}. Restore it; or remove it, and "
-                "the same command starts again from the beginning."
-            ) from error
+            raise self._unusable(error) from error
+
+    def _require_ours(self, state: Json) -> None:
+        if state.get("settings") != canonical_hash(self._settings):
+            path = self._checkpoints.newest()
+            raise CheckpointError(f"{path} belongs to another run. Restore the one of this run, or remove it.")
+
+    def _unusable(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self._checkpoints.newest()} is not a checkpoint that this run can resume from: {error!r}. Restore it; "
+            "or remove it, and the same command starts again from the beginning."
+        )
 
     def _make_learners(self, b_dec: Tensor) -> None:
         self._learners = [
@@ -294,9 +344,6 @@ class Trainer:
         facts: Json = {name: self._settings[name] for name in ("train", "schedule")}
         facts |= {"state": learner.state, "step": learner.ended_at, "scale": self._scale}
         return facts | {"metrics": asdict(last) if last else None}
-
-    def _is_finished(self) -> bool:
-        return all((self._where(spec.name) / layout.STATUS).is_file() for spec in self._specs)
 
     def _log(self, learner: Learner, result: BatchResult, x_BD: Tensor, batch_variance: float, rate: float) -> None:
         first = self._comms.data.rank * len(x_BD)
