@@ -62,7 +62,13 @@ def test_a_line_is_followed_in_any_order_of_points(slope: float, l0s: list[float
     assert priced.price_prefix0 == pytest.approx(0.2 - slope * l0, abs=1e-9)
 
 
-@pytest.mark.parametrize(("l0", "remedy"), [(31.9, "at a lower k"), (48.1, "at a higher k")])
+@pytest.mark.parametrize("l0", [31.9, 48.2])
+def test_an_l0_just_beyond_the_last_point_counts_as_its_own(l0: float) -> None:
+    end = min(UNCONSTRAINED, key=lambda point: abs(point.l0 - l0))
+    assert price(Point(l0, 0.5, 0.5), UNCONSTRAINED, n_kept=1).fve_unconstrained == end.fve
+
+
+@pytest.mark.parametrize(("l0", "remedy"), [(31.7, "at a lower k"), (48.4, "at a higher k")])
 def test_there_is_no_price_outside_the_measured_range(l0: float, remedy: str) -> None:
     priced = price(Point(l0, 0.7, 0.4), UNCONSTRAINED, n_kept=52, attribution_share=0.9)
     assert (priced.n_kept, priced.attribution_share, priced.l0, priced.fve) == (52, 0.9, l0, 0.7)

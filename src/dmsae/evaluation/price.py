@@ -19,6 +19,9 @@ from dmsae.errors import AttributionError
 from dmsae.evaluation.fidelity import Fidelity
 from dmsae.sae.config import SAEConfig
 
+_NEAR = 0.005
+"""By what share of it an L0 may miss that of the outermost point: measured L0 varies by as much between seeds."""
+
 
 class Point(NamedTuple):
     """Held-out figures of one SAE."""
@@ -72,8 +75,9 @@ class Price(NamedTuple):
 def price(kept: Point, unconstrained: Sequence[Point], n_kept: int, attribution_share: float | None = None) -> Price:
     """Return the price of a core, from the SAE that carries it and unconstrained ones at other L0.
 
-    Their FVE is interpolated linearly in L0, never extrapolated. FVE grows more slowly the larger L0 is, so between
-    distant points the interpolated value, and with it the price, is too low: train neighbours close by on both sides.
+    Their FVE is interpolated linearly in L0, never extrapolated; an L0 that misses the outermost point by at most half
+    a percent is taken for that point's. FVE grows more slowly the larger L0 is, so between distant points the
+    interpolated value, and with it the price, is too low: train neighbours close by on both sides.
     """
     usable = [point for point in unconstrained if point.finite]
     fve, fve_prefix0, loss, note = None, None, None, _obstacle(kept, usable)
@@ -146,7 +150,7 @@ def _obstacle(kept: Point, unconstrained: Sequence[Point]) -> str:
     if not unconstrained:
         return "There is no unconstrained SAE to compare with. Train some without a core, at an L0 on either side."
     low, high = (extreme(point.l0 for point in unconstrained) for extreme in (min, max))
-    if low <= kept.l0 <= high:
+    if low * (1 - _NEAR) <= kept.l0 <= high * (1 + _NEAR):
         return ""
     return (
         f"L0 {kept.l0:.1f} lies outside {low:.1f} … {high:.1f}, that of the unconstrained SAEs. Train one at "

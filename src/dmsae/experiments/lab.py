@@ -1,9 +1,11 @@
 """Where experiments work: one store, one directory of runs, and every run named by what it is.
 
 Two experiments that ask for the same distillation, transfer or training share it, and an interrupted one is resumed.
+Of several processes that want the same run at the same time, one makes it and the others wait.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +18,7 @@ from dmsae.cores.core import Core, Provenance
 from dmsae.cores.selection import next_core
 from dmsae.devices import training_device
 from dmsae.disk import layout
-from dmsae.disk.files import canonical_hash
+from dmsae.disk.files import canonical_hash, exclusive_lock
 from dmsae.distillation.config import Cycle0, DistillConfig
 from dmsae.distillation.distill import Distillation, distill
 from dmsae.distillation.prices import Held
@@ -59,8 +61,9 @@ class Lab:
         """Train SAEs together, and measure them on held-out activations."""
         what = {"saes": {spec.name: spec.settings() for spec in specs}, "train": train.result_settings()}
         here = self._place("train", what)
-        results = train_together(specs, StoreSource(self.store), here, train, progress=self._progress)
-        keep_fidelity(here, results, self.store, train.device, self._progress)
+        with self._held(here):
+            results = train_together(specs, StoreSource(self.store), here, train, progress=self._progress)
+            keep_fidelity(here, results, self.store, train.device, self._progress)
         return results
 
     def start(self, config: DistillConfig) -> Start:
@@ -68,9 +71,10 @@ class Lab:
         train = replace(config.train, seed=derive_seed(config.seed, "cycle", 0))
         (result,) = self.train([SAESpec(layout.SAE, config.sae(self.store.d_model, 0))], train)
         here = result.directory.parent
-        if not layout.has_artifact(here, layout.ATTRIBUTION):
-            sae = SAE.load(result.directory).to(training_device(train.device))
-            attribute(sae, self.store, config.attribution).save(here)
+        with self._held(here):
+            if not layout.has_artifact(here, layout.ATTRIBUTION):
+                sae = SAE.load(result.directory).to(training_device(train.device))
+                attribute(sae, self.store, config.attribution).save(here)
         return Start(here, SAE.load(result.directory), Attribution.load(here))
 
     def first_core(self, config: DistillConfig) -> Core:
@@ -89,7 +93,8 @@ class Lab:
         settings = {name: value for name, value in config.result_settings().items() if name != "cycle0"}
         what = {"distill": settings, "cycles": config.cycles, "start": self.start(config).directory.name}
         here = self._place("distill", what)
-        return distill(config, self.store, here, progress=self._progress), here
+        with self._held(here):
+            return distill(config, self.store, here, progress=self._progress), here
 
     def transfer(
         self, config: TransferConfig, core: Core, beside: Mapping[str, Core] | None = None
@@ -98,7 +103,8 @@ class Lab:
         cores = {name: one.digest() for name, one in {"": core, **(beside or {})}.items()}
         settings = to_dict(config) | {"train": config.train.result_settings()}
         here = self._place("transfer", {"transfer": settings, "cores": cores})
-        return transfer(config, core, self.store, here, beside=beside, progress=self._progress)
+        with self._held(here):
+            return transfer(config, core, self.store, here, beside=beside, progress=self._progress)
 
     def transfer_config(self, config: DistillConfig, purpose: str, **settings: object) -> TransferConfig:
         """Return a transfer of the same shape and training as a distillation, with a seed for its purpose."""
@@ -109,7 +115,8 @@ class Lab:
     def rows(self, results: Sequence[TrainResult], config: DistillConfig, known: Sequence[Held] = ()) -> list[Json]:
         """Return the figures of trained SAEs."""
         measured_by = (config.attribution, config.coverage, known, config.train.device, self._progress)
-        rows = rows_of(results, self.store, *measured_by)
+        with self._held(*(result.directory.parent for result in results)):
+            rows = rows_of(results, self.store, *measured_by)
         return [row._asdict() for row in rows]
 
     def scores(self, results: Sequence[TrainResult], measures: tuple[str, ...]) -> list[Json]:
@@ -117,8 +124,18 @@ class Lab:
         saes = {one.name: SAE.load(one.directory) for one in results if one.state is TrainState.FINISHED}
         config = EvaluateConfig(measures, nulls=(NullKind.UNTRAINED, NullKind.RANDOM_ENCODER))
         here = self._place("evaluation", {"saes": {name: digest_of(sae) for name, sae in saes.items()}})
-        evaluation = evaluate(saes, self.store, here, config, progress=self._progress)
+        with self._held(here):
+            evaluation = evaluate(saes, self.store, here, config, progress=self._progress)
         return [row._asdict() for row in evaluation.rows()]
+
+    @contextmanager
+    def _held(self, *places: Path) -> Iterator[None]:
+        """Keep other processes from working on some runs, after waiting for those that do."""
+        with ExitStack() as held:
+            for place in sorted(set(places)):  # all in one order: no two processes can wait for each other
+                lock = place.with_suffix(".lock")
+                held.enter_context(exclusive_lock(lock, f"The run {place.name}", self._progress))
+            yield
 
     def _place(self, kind: str, what: Json) -> Path:
         return self._directory / f"{kind}-{canonical_hash({'store': self.store.key, **what})[:16]}"

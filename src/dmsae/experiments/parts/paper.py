@@ -1,14 +1,21 @@
 """The first core as the paper selects it, frozen by direction and as detectors, beside random cores.
 
-SAEs that keep nothing stand at L0 from k to k + core, so that every core has a price.
+SAEs that keep nothing stand at L0 from k to k + core, and closely on both sides of the detectors, so that every core
+has a price.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dmsae.config import Json
+from dmsae.cores.core import Core
+from dmsae.distillation.config import DistillConfig
+from dmsae.distillation.transfer import Budget
+from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Lab
 from dmsae.sae.config import CoreMode
+from dmsae.training.result import TrainResult
 
 
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
@@ -22,4 +29,20 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
         random_cores=grid.random_cores,
         baselines=("unconstrained",),
     )
-    return {"rows": lab.rows(lab.transfer(chosen, core), config, [lab.held(core, config)])}
+    results = lab.transfer(chosen, core)
+    results += _neighbours(lab, config, core, results)
+    return {"rows": lab.rows(results, config, [lab.held(core, config)])}
+
+
+def _neighbours(lab: Lab, config: DistillConfig, core: Core, results: Sequence[TrainResult]) -> list[TrainResult]:
+    """Train SAEs that keep nothing at about the L0 of the detectors: their price is small, and a line across a long
+    stretch of L0 is too low in its middle."""
+    detectors = next(one for one in results if one.name.startswith(str(CoreMode.DETECTOR)))
+    figures = kept_fidelity(detectors.directory, lab.store)
+    if figures is None:
+        return []
+    k = round(figures.l0_core + figures.l0_noncore)
+    beside = lab.transfer_config(
+        config, "paper", k=(k,), core_modes=(), budget=Budget.TOTAL, baselines=("unconstrained",)
+    )
+    return lab.transfer(beside, core)
