@@ -76,6 +76,10 @@ class LostRankError(MeshError):
     """A rank of a mesh has ended, or has been silent for too long: there is nobody left to talk to."""
 
 
+class SweepError(DmsaeError):
+    """Jobs cannot be started as asked for, or some of them failed."""
+
+
 class AttributionError(DmsaeError):
     """No core can be selected: the attribution scores are all zero, not finite, or not of the latents asked for."""
 

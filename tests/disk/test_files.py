@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from conftest import Recorder
 from dmsae.disk.files import (
     append_text,
     canonical_hash,
@@ -87,6 +89,21 @@ def test_lock_keeps_out_others_and_ends_with_the_block(tmp_path: Path) -> None:
         pass
     with exclusive_lock(path, "The thing"):
         pass
+
+
+def test_a_lock_can_be_waited_for(tmp_path: Path) -> None:
+    first = ExitStack()
+    first.enter_context(exclusive_lock(tmp_path / "lock", "The thing"))
+
+    class Releasing(Recorder):
+        def note(self, message: str) -> None:
+            super().note(message)
+            first.close()
+
+    told = Releasing()
+    with exclusive_lock(tmp_path / "lock", "The thing", told):
+        assert (tmp_path / "lock").read_text() == str(os.getpid())
+    assert told.notes == [f"The thing is in use by process {os.getpid()}: waiting for it."]
 
 
 def test_lock_ends_with_a_killed_process(tmp_path: Path) -> None:

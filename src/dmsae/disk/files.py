@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rich.filesize import decimal as human_bytes
 
 from dmsae.errors import BusyError, ConfigError, DiskSpaceError
+from dmsae.progress import Progress
 
 if TYPE_CHECKING:  # torch is slow to import, and many commands need only the files
     from torch import Tensor
@@ -30,6 +32,7 @@ _DEEPEST = 100
 _BRACKET_OR_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"|[][{}]', re.DOTALL)
 _JSON_BYTES = 1 << 28
 """How large a file of facts may be."""
+_SECONDS_BETWEEN_TRIES = 0.2
 
 
 def user_path(text: str) -> Path:
@@ -176,9 +179,12 @@ def canonical_hash(value: Any) -> str:
 
 
 @contextmanager
-def exclusive_lock(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock that ends with the process, however it ends; raise `BusyError` when another process has it."""
-    with _locked(path, what) as file:
+def exclusive_lock(path: Path, what: str, waiting: Progress | None = None) -> Iterator[None]:
+    """Hold a lock that ends with the process, however it ends; raise `BusyError` when another process has it.
+
+    Given a `Progress` that can say so, wait for that process instead.
+    """
+    with _locked(path, what, waiting) as file:
         with _full_disk_named(path, _LOCK_BYTES):  # without a buffer, which would be written once more when it closes
             os.ftruncate(file.fileno(), 0)
             os.pwrite(file.fileno(), str(os.getpid()).encode(), 0)
@@ -188,8 +194,9 @@ def exclusive_lock(path: Path, what: str) -> Iterator[None]:
             os.ftruncate(file.fileno(), 0)
 
 
-def _locked(path: Path, what: str) -> IO[str]:
+def _locked(path: Path, what: str, waiting: Progress | None) -> IO[str]:
     """Return the open lock file, locked."""
+    has_told = False
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _open_lock(path)
@@ -202,6 +209,12 @@ def _locked(path: Path, what: str) -> IO[str]:
             file.seek(0)
             holder = file.read().strip() or "unknown"
             file.close()
+            if waiting is not None:
+                if not has_told:
+                    waiting.note(f"{what} is in use by process {holder}: waiting for it.")
+                has_told = True
+                time.sleep(_SECONDS_BETWEEN_TRIES)
+                continue
             raise BusyError(
                 f"{what} is in use by process {holder}. Wait until it has finished, or stop it, and run the same "
                 f"command again: nothing has been changed. (Lock: {path})"

@@ -42,6 +42,10 @@ SUMMARY = "summary.json"
 PRICES = "prices.json"
 AGREEMENT = "agreement.json"
 
+# A sweep: a folder for each job
+JOBS = "jobs"
+LOG = "log.txt"
+
 # An evaluation
 EVALUATION = "evaluation.json"
 STABILITY = "stability.json"
@@ -109,6 +113,11 @@ def member(index: int) -> str:
 def cycle_directory(run: Path, cycle: int | str) -> Path:
     """Return the folder of one cycle of a distillation."""
     return run / f"cycle-{cycle}"
+
+
+def seed_directory(run: Path, seed: int) -> Path:
+    """Return the folder of one seed of a sweep."""
+    return run / f"seed-{seed}"
 
 
 def earlier_results(run: Path, cycles: int) -> tuple[Path, Path]:
