@@ -19,13 +19,19 @@ import torch
 from safetensors.torch import save
 
 from attack.tally import Outcome, Tally
+from conftest import build_model, build_tokenizer
+from dmsae.activations.base_model import BaseModel, ModelConfig
 from dmsae.config import read_recipe
+from dmsae.cores.attribution import Attribution
+from dmsae.cores.core import Core
 from dmsae.disk.artifact import write_sealed
 from dmsae.errors import DmsaeError
 from dmsae.formats import load_any
+from dmsae.formats.exchange import export_sae
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.sae import SAE
 from dmsae.text.readers import read_documents
+from three_cycles import run_cycles, scored
 
 _MEMORY = 1 << 30
 _SECONDS = 10
@@ -198,6 +204,57 @@ def _ours(place: Path, draws: random.Random) -> Callable[[], object]:
     return lambda: load_any(place)
 
 
+def _sealed_again(make: Callable[[Path], object], name: str, read: Callable[[Path], object]) -> Make:
+    """Return an attack on an artifact of ours: its facts are changed and sealed again, or its tensors are mutated."""
+
+    def write(place: Path, draws: random.Random) -> Callable[[], object]:
+        make(place)
+        if draws.random() < 0.3:
+            weights = place / f"{name}.safetensors"
+            weights.write_bytes(_mutated(weights.read_bytes(), draws))
+        else:
+            facts = json.loads((place / f"{name}.json").read_text())
+            facts.pop("facts_sha256", None)
+            edited = _edited(facts, draws)
+            write_sealed(place / f"{name}.json", edited if isinstance(edited, dict) else {})
+        return lambda: read(place)
+
+    return write
+
+
+def _exported(kind: str, weights: str) -> Make:
+    """Return an attack on what an export to another package leaves."""
+
+    def write(place: Path, draws: random.Random) -> Callable[[], object]:
+        sae = SAE.init(SAEConfig(4, 8, 8, (2, 8)), torch.Generator().manual_seed(0))
+        export_sae(sae, kind, place / "made")
+        for file in list((place / "made").iterdir()):
+            file.rename(place / file.name)
+        (place / "made").rmdir()
+        file = place / weights
+        if draws.random() < 0.6:
+            file.write_bytes(_mutated(file.read_bytes(), draws))
+        for config in place.glob("*.json"):
+            if draws.random() < 0.7:
+                config.write_text(json.dumps(_edited(json.loads(config.read_text()), draws)))
+        return lambda: load_any(place)
+
+    return write
+
+
+def _model(place: Path, draws: random.Random) -> Callable[[], object]:
+    """A model directory whose config was edited, or names code of its own."""
+    build_model().save_pretrained(place)
+    build_tokenizer().save_pretrained(place)
+    file = place / "config.json"
+    config = json.loads(file.read_text())
+    if draws.random() < 0.2:
+        config |= {"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}, "model_type": "own"}
+        (place / "own.py").write_text("import os; os.mkdir('ran-code-of-a-stranger')")
+    file.write_text(json.dumps(_edited(config, draws)))
+    return lambda: BaseModel.load(ModelConfig(name=str(place), hook=0, device="cpu"))
+
+
 def _recipe(place: Path, draws: random.Random) -> Callable[[], object]:
     text = b'[distill]\nk = 4\nnesting = [16, 64]\n[distill.train]\nlr = 3e-3\n[harvest.model]\nname = "x"\n'
     (place / "mine.toml").write_bytes(_mutated(text * draws.choice([1, 3]), draws))
@@ -228,7 +285,16 @@ def _text(place: Path, draws: random.Random) -> Callable[[], object]:
 _KINDS: dict[str, Make] = {
     "ae.pt": _torch_file,
     "saelens": _saelens,
+    "sparsify": _exported("sparsify", "sae.safetensors"),
+    "safetensors": _exported("safetensors", "model.safetensors"),
     "sae.json, sealed again": _ours,
+    "core.json, sealed again": _sealed_again(
+        lambda place: run_cycles([[1.0, 2.0, 0.5]]).cores[0].save(place), "core", Core.load
+    ),
+    "attribution.json, sealed again": _sealed_again(
+        lambda place: scored([1.0, 2.0, 0.5]).save(place), "attribution", Attribution.load
+    ),
+    "model directory": _model,
     "recipe": _recipe,
     "text": _text,
 }

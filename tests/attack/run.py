@@ -49,9 +49,13 @@ def main() -> None:
     tally, number, end = Tally(), options.seed, time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory(prefix="dmsae-attack-") as scratch:
         scene = build(Path(scratch) / "scene")
+        shown = 0
         while time.monotonic() < end:
             one_round(scene, Path(scratch), number, tally)
             number += 1
+            for example in tally.examples[shown:]:
+                print(f"{example}\n", file=sys.stderr)
+            shown = len(tally.examples)
             left = max(0, round((end - time.monotonic()) / 60))
             found = f"{tally.total:,} attempts, {tally.n_kills} kills, {len(tally.examples)} found"
             print(f"{number - options.seed} rounds, {found}, {left} min left", file=sys.stderr)
