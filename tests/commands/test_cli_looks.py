@@ -139,7 +139,7 @@ def test_a_directory_of_another_kind_is_one_sentence(
 ) -> None:
     store, sentence = (
         read_settings(run)["store"],
-        "error: run holds a distillation, and this is {}: give a new directory.",
+        "error: run holds a distillation, as its config.json says, and this is {}: give a new directory.",
     )
     message = refused(["train", "--store", store, "--root", "elsewhere", "--out", "run"], capsys)
     assert message.strip() == sentence.format("the training of one SAE")

@@ -169,7 +169,10 @@ def test_another_kind_of_run_is_one_sentence(tmp_path: Path) -> None:
             if other != kind:
                 with pytest.raises(ConfigError) as error, claimed(directory, wanted):
                     pytest.fail("claimed a directory of another run")
-                assert str(error.value) == f"{directory} holds {kind}, and this is {other}: give a new directory."
+                assert (
+                    str(error.value)
+                    == f"{directory} holds {kind}, as its config.json says, and this is {other}: give a new directory."
+                )
 
 
 def test_a_folder_of_runs_suggests_them(tmp_path: Path) -> None:

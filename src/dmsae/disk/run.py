@@ -161,13 +161,15 @@ def _remove(created: list[Path]) -> None:
 def _refuse_other(directory: Path, settings: Json, may_change: Sequence[str]) -> None:
     before, now = read_settings(directory), _as_json(settings)
     if (kind := _kind(before)) != (wanted := _kind(now)):
-        raise ConfigError(f"{directory} holds {kind}, and this is {wanted}: give a new directory.")
+        raise ConfigError(
+            f"{directory} holds {kind}, as its {layout.SETTINGS} says, and this is {wanted}: give a new directory."
+        )
     old, new = ({key: value for key, value in one.items() if key not in may_change} for one in (before, now))
     if changed := differences(old, new):
         shown = "\n  ".join(changed)
         raise ConfigError(
-            f"{directory} was made with other settings:\n  {shown}\nUse the old settings to resume it, or give a new "
-            "directory. Nothing has been changed."
+            f"{directory} was made with other settings, as its {layout.SETTINGS} says:\n  {shown}\nUse the old "
+            "settings to resume it, or give a new directory. Nothing has been changed."
         )
 
 
