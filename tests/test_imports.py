@@ -29,6 +29,7 @@ FLOW = (
     "interventions",
     "distillation",
     "planning",
+    "sweeps",
     "experiments",
     "report",
     # the command line
