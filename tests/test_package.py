@@ -91,7 +91,7 @@ def test_what_the_package_asks_for_is_what_it_says(wheel: Path) -> None:
     assert metadata["Version"] == PROJECT["version"]
     needed = metadata.get_all("Requires-Dist") or []
     assert len([one for one in needed if "extra ==" not in one]) == len(PROJECT["dependencies"])
-    assert set(metadata.get_all("Provides-Extra") or []) == {"wandb", "tensorboard", "docs", "dev"}
+    assert set(metadata.get_all("Provides-Extra") or []) == set(PROJECT["optional-dependencies"])
 
 
 def test_commands_run_where_only_the_wheel_is(installed: Path, tmp_path: Path) -> None:

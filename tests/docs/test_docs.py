@@ -11,9 +11,10 @@ from doc_reader import Reader, smaller_flags, smaller_recipe
 pytestmark = pytest.mark.usefixtures("one_thread")
 TUTORIAL = DOCS / "tutorial.md"
 NOT_RUN = {
+    "distributed.md": 3,  # torchrun; Slurm
     "experiments.md": 1,  # hours
     "howto/evaluate.md": 2,  # a model that knows words; minutes
-    "howto/gemma.md": 2,  # a GPU, and the Hub
+    "howto/gemma.md": 3,  # a GPU, and the Hub
     "howto/own-model.md": 1,  # the Hub
     "howto/own-text.md": 1,  # the Hub
     "howto/resume.md": 1,  # removes what other pages need
@@ -49,7 +50,7 @@ def test_no_command_hides_where_it_would_not_be_run(page: Path) -> None:
     text = page.read_text(encoding="utf8")
     assert text.count("```") == 2 * len(blocks_of(page)), "a fence that is not read as a block"
     assert text.count("*Not run by the tests:") == sum(bool(one.not_run) for one in blocks_of(page))
-    assert not re.search(r"^(?: {4}|\t)(?:dmsae|make|pip|python|import|from) ", text, flags=re.MULTILINE)
+    assert not re.search(r"^(?: {4}|\t)(?:dmsae|make|pip|python|torchrun|srun|import|from) ", text, flags=re.MULTILINE)
 
 
 def test_a_command_that_fails_fails_the_page(reader: Reader, tmp_path: Path) -> None:
