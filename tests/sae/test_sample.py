@@ -300,7 +300,17 @@ def test_a_later_format_is_refused_with_what_to_do(trained: Path, tmp_path: Path
     write_sealed(tmp_path / "sae.json", facts | {"format": 99})
     with pytest.raises(CheckpointError, match=r"is of format 99.*Update dmsae"):
         SAE.load(tmp_path)
-    del facts["format"]
+    del facts["format"], facts["sample"]
     write_sealed(tmp_path / "sae.json", facts)  # the first version did not say
     (tmp_path / "sample.json").unlink()
     SAE.load(tmp_path)
+
+
+def test_a_sample_that_went_missing_is_noticed(store: Store, tmp_path: Path) -> None:
+    sae = random_sae(SAEConfig(store.d_model, 32, 4, (8, 32)), threshold=0.3)
+    sae.keep_sample_(sample_of_store(store))
+    sae.save(tmp_path)
+    SAE.load(tmp_path)
+    (tmp_path / "sample.json").unlink()
+    with pytest.raises(CheckpointError, match=r"sample\.json is missing: the SAE was saved with a token sample"):
+        SAE.load(tmp_path)

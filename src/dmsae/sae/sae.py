@@ -189,6 +189,7 @@ class SAE(nn.Module):
         tensors = {name: getattr(self, name) for name in _shapes(self.config)} | {"b_enc": self.encoder_bias}
         facts: Json = {"format": layout.FORMAT, "config": to_dict(self.config), "made_from": made_from or {}}
         facts |= {"training": training} if training else {}
+        facts |= {"sample": True} if self.sample is not None else {}
         facts |= {"folder": directory.name} if bound_to else {}
         write_artifact(directory, layout.SAE, tensors, facts, bound_to)
         if self.sample is None:
@@ -225,6 +226,11 @@ class SAE(nn.Module):
         tensors.setdefault("offset", torch.zeros(0))
         sae.load_state_dict(tensors)
         sae.sample = Sample.load(directory, config.d_model, config.width)
+        if sae.sample is None and facts.get("sample"):
+            raise CheckpointError(
+                f"{directory / layout.SAMPLE}.json is missing: the SAE was saved with a token sample, which tells a "
+                "wrong model from the right one. Restore or copy it, and the .safetensors file of the same name."
+            )
         return sae.requires_grad_(False)
 
 
