@@ -79,7 +79,7 @@ def test_trained_saes_find_what_untrained_ones_do_not(result: PlantedResult) -> 
 def test_a_finished_benchmark_is_not_run_again(
     result: PlantedResult, where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dmsae.training.trainer.Trainer._loop", lambda *_: pytest.fail("something was trained again"))
+    monkeypatch.setattr("dmsae.training.passes.Pass._loop", lambda *_: pytest.fail("something was trained again"))
     again = planted_benchmark(TINY, where, seeds=(3,))
     assert again == result
     kept = json.loads((where / "planted.json").read_text())

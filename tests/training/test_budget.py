@@ -10,6 +10,7 @@ from dmsae.errors import ConfigError
 from dmsae.sae.config import DenseCore, SparseCore
 from dmsae.sae.sae import SAE
 from dmsae.training.learner import SAESpec
+from dmsae.training.passes import Pass
 from dmsae.training.result import TrainState
 from zipf import Zipf, small_sae, trainer
 
@@ -34,16 +35,16 @@ def test_the_measured_l0_is_the_k_that_was_asked_for(tmp_path: Path) -> None:
 def test_an_interrupted_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer(tmp_path / "whole", SPEC).run()
     stopped = trainer(tmp_path / "resumed", SPEC, checkpoint_seconds=0.0)
-    count, advance = 0, type(stopped)._next_batch
+    count, advance = 0, Pass._next_batch
 
-    def interrupt(self: object) -> tuple[torch.Tensor, float]:
+    def interrupt(self: Pass) -> tuple[torch.Tensor, float]:
         nonlocal count
         count += 1
         if count == 31:
             raise KeyboardInterrupt
-        return advance(stopped)
+        return advance(self)
 
-    monkeypatch.setattr(type(stopped), "_next_batch", interrupt)
+    monkeypatch.setattr(Pass, "_next_batch", interrupt)
     with pytest.raises(KeyboardInterrupt):
         stopped.run()
     monkeypatch.undo()

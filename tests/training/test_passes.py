@@ -9,7 +9,7 @@ from dmsae.activations.sources import as_source
 from dmsae.disk.checkpoint import read_state
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.sae.config import CoreMode, SAEConfig
-from dmsae.training import trainer
+from dmsae.training import passes, trainer
 from dmsae.training.config import TrainConfig
 from dmsae.training.learner import SAESpec
 from dmsae.training.trainer import train_together
@@ -54,9 +54,9 @@ def test_a_pass_that_was_interrupted_goes_on_even_if_more_would_fit_now(
     together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
 ) -> None:
     """Two SAEs to a pass of 20 steps; every step is saved, and the run dies just after one."""
-    taken, save = 0, trainer.Trainer._save
+    taken, save = 0, passes.Pass._save
 
-    def save_and_die(self: trainer.Trainer) -> None:
+    def save_and_die(self: passes.Pass) -> None:
         nonlocal taken
         save(self)
         taken += 1
@@ -64,7 +64,7 @@ def test_a_pass_that_was_interrupted_goes_on_even_if_more_would_fit_now(
             raise _Interrupted
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_save", save_and_die)
+        patch.setattr(passes.Pass, "_save", save_and_die)
         with pytest.raises(_Interrupted):
             train_together(SPECS, SOURCE, tmp_path / "run", config(2, checkpoint_seconds=0))
     begun = set(read_state(tmp_path / "run" / "checkpoint.safetensors")["learners"])
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_a_finished_pass_is_passed_over(
 
 def test_a_checkpoint_of_another_run_is_not_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_finish", lambda _self: (_ for _ in ()).throw(_Interrupted))
+        patch.setattr(passes.Pass, "_finish", lambda _self: (_ for _ in ()).throw(_Interrupted))
         for name, specs in (("one", SPECS[:1]), ("other", SPECS[1:])):
             with pytest.raises(_Interrupted):
                 train_together(specs, SOURCE, tmp_path / name, config(1, checkpoint_seconds=0))

@@ -29,6 +29,7 @@ from dmsae.disk.checkpoint import (
     save_checkpoint,
 )
 from dmsae.disk.files import fsync_directory
+from dmsae.errors import CheckpointError
 from dmsae.sae.comms import Comms, settled
 from dmsae.sae.shard import owned_rows
 from dmsae.training.mesh_files import REMEDY, read_parts, write_parts
@@ -93,6 +94,13 @@ class Checkpoints:
         if self._file.is_file() and (not steps or read_state(self._file)["step"] >= steps[-1]):
             return self._file
         return self._folder / str(steps[-1]) if steps else None
+
+    def unusable(self, error: Exception) -> CheckpointError:
+        """Return what to say of a checkpoint whose content no training of this kind would have written."""
+        return CheckpointError(
+            f"{self.newest()} is not a checkpoint that this run can resume from: {error!r}. Restore it; or remove it, "
+            "and the same command starts again from the beginning."
+        )
 
     def remove(self) -> None:
         """Remove every checkpoint, and what was left of one if its writers were killed."""
