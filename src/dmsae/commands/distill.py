@@ -17,6 +17,7 @@ from dmsae.commands.output import number, out
 from dmsae.commands.recipes import read_sections, warn_of_train_table
 from dmsae.commands.results import print_length
 from dmsae.commands.selection import show_selection
+from dmsae.commands.sweeps import FanOut, require_sweepable, seed_jobs, sweep
 from dmsae.commands.terminal import TERMINAL
 from dmsae.config import to_dict
 from dmsae.disk import layout
@@ -51,6 +52,9 @@ class DistillCommand:
     """Directory of stores. It is remembered by what is made from this run."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """How training is spread over the processes that torchrun starts."""
+    seeds: tuple[int, ...] = ()
+    """Several distillations, one for each of these seeds, in folders `seed-0`, … of `out`. Each is a job."""
+    fan_out: Annotated[FanOut, tyro.conf.arg(name="")] = field(default_factory=FanOut)
 
     def __post_init__(self) -> None:
         if self.live and self.store:
@@ -61,11 +65,15 @@ def command(recipe: str) -> DistillCommand:
     """Return the command with the defaults of a recipe."""
     ask: Any = tyro.MISSING
     sections = read_sections(recipe)
-    return DistillCommand(out=ask, config=sections.distill, harvest=sections.harvest, recipe=recipe)
+    fan_out = FanOut(cluster=sections.cluster)
+    return DistillCommand(out=ask, config=sections.distill, harvest=sections.harvest, recipe=recipe, fan_out=fan_out)
 
 
 def run(command: DistillCommand) -> None:
     """Distill, printing a line per cycle, and then the result."""
+    if command.seeds:
+        _run_seeds(command)
+        return
     run_on_mesh(command.mesh, command.config.train.device, to_dict(command), partial(_run, command))
 
 
@@ -84,6 +92,19 @@ def _run(command: DistillCommand, comms: Comms) -> None:
     show_distillation(done)
     distilled = command.out / layout.DISTILLED
     out.print(f"\nThe core is in {distilled}. Look at it: dmsae core show {command.out}")
+
+
+def _run_seeds(command: DistillCommand) -> None:
+    """Distill once for each seed, on activations that are harvested before."""
+
+    def of_seed(seed: int, out: Path) -> DistillCommand:
+        return replace(command, out=out, config=replace(command.config, seed=seed), seeds=(), fan_out=FanOut())
+
+    require_sweepable(command.out)
+    jobs = seed_jobs(command.seeds, of_seed, run, command.out)
+    source = LiveSource(Harvest(command.harvest, command.root, TERMINAL), progress=TERMINAL) if command.live else None
+    _store(of_seed(command.seeds[0], layout.seed_directory(command.out, command.seeds[0])), source)
+    sweep(jobs, command.out, command.fan_out)
 
 
 def _store(command: DistillCommand, source: ActivationSource | None) -> Store:

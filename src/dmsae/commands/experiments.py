@@ -1,15 +1,17 @@
 """`dmsae experiment …`: questions about the method, answered by runs over several seeds."""
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from dmsae.commands.output import out, plain_table
+from dmsae.commands.sweeps import FanOut, sweep
 from dmsae.commands.terminal import TERMINAL
 from dmsae.disk import layout
+from dmsae.errors import SweepError
+from dmsae.sweeps.cluster import read_cluster
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from dmsae.experiments.tables import TextTable
@@ -31,8 +33,8 @@ class ExperimentCommand:
     distillations find the same core? regime: where do detectors beat every control, confirmed with fresh seeds? all:
     everything.
 
-    Each part and seed is kept as a small JSON file as it ends. The same command goes on where it stopped, and
-    experiments in one directory share their runs.
+    Each part and seed is a job of its own, and is kept as a small JSON file as it ends. The same command goes on where
+    it stopped, and experiments in one directory share their runs.
     """
 
     name: Annotated[Name, tyro.conf.Positional]
@@ -50,23 +52,24 @@ class ExperimentCommand:
     """Take the sizes from another recipe than the preset's: one that ships with dmsae, by name, or a .toml file."""
     root: Path | None = None
     """Directory of stores. Default: `stores` in the cache directory."""
+    fan_out: Annotated[FanOut, tyro.conf.arg(name="")] = field(default_factory=FanOut)
 
 
 def command(recipe: str) -> ExperimentCommand:
     """Return the command with its defaults."""
     ask: Any = tyro.MISSING
-    return ExperimentCommand(name=ask, out=ask, recipe=recipe)
+    return ExperimentCommand(name=ask, out=ask, recipe=recipe, fan_out=FanOut(cluster=read_cluster(recipe)))
 
 
 def run(command: ExperimentCommand) -> None:
-    """Run what is left of an experiment, then show its figures."""
+    """Run what is left of an experiment, then show the figures that there are."""
     from dmsae.activations.harvest import Harvest
     from dmsae.commands.recipes import read_sections
     from dmsae.config import require
-    from dmsae.experiments.catalog import EXPERIMENTS, PARTS, settings_of
+    from dmsae.experiments.catalog import EXPERIMENTS
     from dmsae.experiments.grid import GRIDS, RECIPES, Preset
     from dmsae.experiments.lab import Lab
-    from dmsae.experiments.results import kept_or_run
+    from dmsae.experiments.sweep import part_jobs
 
     preset = Preset(command.preset)
     names = list(EXPERIMENTS) if command.name == "all" else [command.name]
@@ -75,14 +78,18 @@ def run(command: ExperimentCommand) -> None:
     require(not unknown, "parts", unknown, f"be among those of the experiment: {', '.join(parts)}")
     sections = read_sections(command.recipe or RECIPES[preset])
     store = Harvest(sections.harvest, command.root, TERMINAL).run()
-    lab, grid = Lab(store, sections.distill, command.out, TERMINAL), GRIDS[preset]
-    for part in command.parts or parts:
-        for seed in command.seeds:
-            TERMINAL.note(f"Part {part}, seed {seed}")
-            work = partial(PARTS[part].run, lab, grid, seed)
-            kept_or_run(lab.results, part, seed, settings_of(part, lab, grid), work)
-    experiment_show(command.out / layout.RESULTS)
-    experiment_verdicts(command.out / layout.RESULTS)
+    lab = Lab(store, sections.distill, command.out)
+    jobs = part_jobs(command.parts or parts, command.seeds, lab, GRIDS[preset], command.out, TERMINAL)
+    failure = None
+    try:
+        sweep(jobs, command.out, command.fan_out)
+    except SweepError as error:
+        failure = error
+    if any((command.out / layout.RESULTS).glob("*.json")):
+        experiment_show(command.out / layout.RESULTS)
+        experiment_verdicts(command.out / layout.RESULTS)
+    if failure:
+        raise failure
 
 
 def experiment_show(results: Annotated[Path, tyro.conf.Positional], markdown: bool = False) -> None:

@@ -8,6 +8,7 @@ from dmsae.distillation.distill import DistillConfig
 from dmsae.distillation.transfer import TransferConfig
 from dmsae.errors import ConfigError, nearest
 from dmsae.progress import Progress
+from dmsae.sweeps.cluster import ClusterConfig, read_cluster
 from dmsae.training.config import TrainConfig
 
 
@@ -18,6 +19,7 @@ class Sections(NamedTuple):
     train: TrainConfig
     distill: DistillConfig
     transfer: TransferConfig
+    cluster: ClusterConfig
 
 
 def read_sections(recipe: str) -> Sections:
@@ -26,12 +28,14 @@ def read_sections(recipe: str) -> Sections:
     if unknown := [section for section in settings if section not in Sections._fields]:
         hint = nearest(unknown[0], Sections._fields)
         raise ConfigError(f"Recipe {recipe} has an unknown section {unknown[0]!r}. {hint}")
+    cluster = read_cluster(recipe)
     try:
         return Sections(
             harvest=from_dict(HarvestConfig, settings.get("harvest", {}), "harvest."),
             train=from_dict(TrainConfig, settings.get("train", {}), "train."),
             distill=from_dict(DistillConfig, settings.get("distill", {}), "distill."),
             transfer=from_dict(TransferConfig, settings.get("transfer", {}), "transfer."),
+            cluster=cluster,
         )
     except ConfigError as error:
         raise ConfigError(f"Recipe {recipe}: {error}") from error

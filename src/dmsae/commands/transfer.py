@@ -1,6 +1,6 @@
 """`dmsae transfer`: new SAEs from a core."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +15,7 @@ from dmsae.commands.output import out
 from dmsae.commands.recipes import read_sections, warn_of_train_table
 from dmsae.commands.results import print_length, print_prices, print_results, require_finished
 from dmsae.commands.survival import print_survivors
+from dmsae.commands.sweeps import FanOut, require_sweepable, seed_jobs, sweep
 from dmsae.commands.terminal import TERMINAL
 from dmsae.config import to_dict
 from dmsae.cores.controls import Rule
@@ -59,6 +60,10 @@ class TransferCommand:
     """Directory of stores. Default: the one that the distillation used."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """How training is spread over the processes that torchrun starts."""
+    seeds: tuple[int, ...] = ()
+    """Several transfers, one for each of these seeds, in folders `seed-0`, … of `out`. Each is a job. A `core` with
+    folders of the same names, from a distillation over seeds, gives each its own."""
+    fan_out: Annotated[FanOut, tyro.conf.arg(name="")] = field(default_factory=FanOut)
 
     def __post_init__(self) -> None:
         if self.live and self.store:
@@ -69,12 +74,25 @@ def command(recipe: str) -> TransferCommand:
     """Return the command with the defaults of a recipe."""
     ask: Any = tyro.MISSING
     sections = read_sections(recipe)
-    return TransferCommand(core=ask, out=ask, config=sections.transfer, harvest=sections.harvest, recipe=recipe)
+    settings: dict[str, Any] = {"config": sections.transfer, "harvest": sections.harvest, "recipe": recipe}
+    return TransferCommand(core=ask, out=ask, **settings, fan_out=FanOut(cluster=sections.cluster))
 
 
 def run(command: TransferCommand) -> None:
     """Train SAEs from a core and print how each ended."""
+    if command.seeds:
+        require_sweepable(command.out)
+        sweep(seed_jobs(command.seeds, partial(_of_seed, command), run, command.out), command.out, command.fan_out)
+        return
     run_on_mesh(command.mesh, command.config.train.device, to_dict(command), partial(_run, command))
+
+
+def _of_seed(command: TransferCommand, seed: int, out: Path) -> TransferCommand:
+    """Return the transfer of one seed, from the core of that seed if there is one."""
+    own = layout.seed_directory(command.core, seed)
+    config = replace(command.config, train=replace(command.config.train, seed=seed))
+    core = own if own.is_dir() else command.core
+    return replace(command, core=core, out=out, config=config, seeds=(), fan_out=FanOut())
 
 
 def _run(command: TransferCommand, comms: Comms) -> None:

@@ -36,6 +36,8 @@ class Part(NamedTuple):
 
     run: Callable[[Lab, Grid, int], Json]
     varies: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    """Parts whose figures of all seeds it reads."""
 
 
 PARTS = {
@@ -50,7 +52,7 @@ PARTS = {
     "benchmark": Part(benchmark.run, ("max_rate", "benchmark_k_factors", "measures")),
     "consistency": Part(consistency.run, ("max_rate", "token_factors", "members", "consensus")),
     "regime": Part(regime.run, ("max_rate", "regimes")),
-    "confirmation": Part(regime.confirm, ("max_rate", "regimes")),
+    "confirmation": Part(regime.confirm, ("max_rate", "regimes"), needs=("regime",)),
 }
 
 EXPERIMENTS = {

@@ -42,21 +42,32 @@ def kept_or_run(directory: Path, part: str, seed: int, settings: Json, run: Call
 
     A file that other settings made is refused.
     """
-    path = result_file(directory, part, seed)
-    facts: Json = json.loads(json.dumps({"part": part, "seed": seed, "settings": settings}))
-    if path.is_file():
-        kept = _read(path)
-        changed = differences(kept.get("settings", {}), facts["settings"])
-        if changed:
-            shown = "\n  ".join(changed)
-            raise ConfigError(
-                f"{path} was made with other settings:\n  {shown}\nGive another directory, or remove the file."
-            )
+    if (kept := kept_result(directory, part, seed, settings)) is not None:
         return kept
-    result = facts | {"torch": torch.__version__, "figures": run()}
+    result = _facts(part, seed, settings) | {"torch": torch.__version__, "figures": run()}
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(path, result)
+    write_json(result_file(directory, part, seed), result)
     return result
+
+
+def kept_result(directory: Path, part: str, seed: int, settings: Json) -> Json | None:
+    """Return the figures of a part and seed if there are any; those that other settings made are refused."""
+    path = result_file(directory, part, seed)
+    if not path.is_file():
+        return None
+    kept = _read(path)
+    changed = differences(kept.get("settings", {}), _facts(part, seed, settings)["settings"])
+    if changed:
+        shown = "\n  ".join(changed)
+        raise ConfigError(
+            f"{path} was made with other settings:\n  {shown}\nGive another directory, or remove the file."
+        )
+    return kept
+
+
+def _facts(part: str, seed: int, settings: Json) -> Json:
+    facts: Json = json.loads(json.dumps({"part": part, "seed": seed, "settings": settings}))
+    return facts
 
 
 def read_results(directory: Path) -> list[Json]:

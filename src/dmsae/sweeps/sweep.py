@@ -13,7 +13,7 @@ from dmsae.disk import layout
 from dmsae.disk.files import exclusive_lock
 from dmsae.disk.run import running_process
 from dmsae.errors import BusyError, SweepError, first_line
-from dmsae.progress import SILENT, Bar, Progress, human_seconds
+from dmsae.progress import SILENT, Progress, human_seconds
 from dmsae.sweeps.cluster import ClusterConfig, EngineKind
 from dmsae.sweeps.engines import Asked, Engine, Handle, LocalProcesses, Slurm, ThisProcess
 from dmsae.sweeps.job import Job, JobState, job_directory, read_status, waiting, write_status
@@ -37,14 +37,12 @@ def run_jobs(jobs: Sequence[Job], run: Path, engine: Engine, at_once: int, progr
     """
     with exclusive_lock(run / layout.JOBS / layout.LOCK, f"The sweep in {run}"):
         sweep = _Sweep(jobs, run.resolve(), engine, at_once, progress)
-        with progress.bar("jobs", len(jobs), "jobs") as bar:
-            bar.skip(sweep.n_done)
-            try:
-                while sweep.is_unfinished:
-                    sweep.step(bar)
-            except BaseException:
-                sweep.stop()
-                raise
+        try:
+            while sweep.is_unfinished:
+                sweep.step()
+        except BaseException:
+            sweep.stop()
+            raise
     left = [job.name for job in jobs if read_status(job_directory(run, job.name)).state is not JobState.DONE]
     if left:
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
@@ -73,25 +71,21 @@ class _Sweep:
                 self._open.append(job)
 
     @property
-    def n_done(self) -> int:
-        """How many jobs are done."""
-        return len(self._done)
-
-    @property
     def is_unfinished(self) -> bool:
         """Whether a job runs, or can be started."""
         return bool(self._running) or any(self._is_ready(job) for job in self._open)
 
-    def step(self, bar: Bar) -> None:
+    def step(self) -> None:
         """Start what can be started, wait a little, and look at what has ended."""
         for job in [job for job in self._open if self._is_ready(job)][: self._at_once - len(self._running)]:
+            self._progress.note(f"{job.name}: started.")
             self._running.append((job, self._engine.start(job, job_directory(self._run, job.name))))
             self._open.remove(job)
         time.sleep(self._engine.poll_seconds)
         over = [(job, handle) for job, handle in self._running if handle.is_over()]
         self._running = [pair for pair in self._running if pair not in over]
         for job, handle in over:
-            self._settle(job, isinstance(handle, _Held), bar)
+            self._settle(job, isinstance(handle, _Held))
 
     def stop(self) -> None:
         """Tell jobs to end that would end with this process anyway, and wait until they have saved what they had."""
@@ -125,15 +119,14 @@ class _Sweep:
     def _is_ready(self, job: Job) -> bool:
         return all(name in self._done for name in job.needs if name in self._names)
 
-    def _settle(self, job: Job, was_held: bool, bar: Bar) -> None:
+    def _settle(self, job: Job, was_held: bool) -> None:
         """Take note of how a job ended."""
         directory = job_directory(self._run, job.name)
         status = read_status(directory)
         took = f" after {human_seconds(status.seconds)}" if status.seconds is not None else ""
         if status.state is JobState.DONE:
             self._done.add(job.name)
-            bar.advance(1)
-            self._progress.note(f"{job.name}: done{took}.")
+            self._progress.note(f"{job.name}: done{took}. {len(self._done)} of {len(self._names)} jobs are done.")
         elif was_held:
             self._open.append(job)  # it was not ours, and may well have been told to stop
         elif status.state is JobState.FAILED:
