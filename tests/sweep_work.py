@@ -35,14 +35,9 @@ def save_when_stopped(begun: Path, saved: Path) -> None:
         return
     try:
         begun.write_text("")
-        time.sleep(600)
+        while True:
+            time.sleep(0.02)
     except KeyboardInterrupt:
         time.sleep(0.3)
         saved.write_text("")
         raise
-
-
-def wait_for(file: Path) -> None:
-    """Work until a file is there."""
-    while not file.exists():
-        time.sleep(0.02)

@@ -19,6 +19,7 @@ NOT_RUN = {
     "howto/own-text.md": 1,  # the Hub
     "howto/resume.md": 1,  # removes what other pages need
     "howto/saelens.md": 3,  # SAELens; the Hub
+    "howto/sweeps.md": 3,  # an installation; an hour; Slurm
     "quickstart.md": 2,  # installs
     "saebench.md": 1,  # an environment of its own
 }

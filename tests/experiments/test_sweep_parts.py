@@ -1,6 +1,7 @@
 """The parts of an experiment as jobs: two processes share the runs that both need, and find what one finds."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ TRAIN = TrainConfig(tokens=20 * 64, batch_size=64, lr=3e-3, log_every=30, device
 BASE = DistillConfig(
     width=64, k=6, nesting=(16, 64), cycles=1, attribution=AttributionConfig(n_bootstrap=0), train=TRAIN
 )
-GRID = GRIDS[Preset.SMOKE]
+GRID = replace(GRIDS[Preset.SMOKE], coverages=(0.9,), norms=("found",))
 PARTS = ("tau", "random-core")
 
 

@@ -52,14 +52,16 @@ class Ray:
 
 class _RayHandle:
     def __init__(self, ray: Any, reference: Any) -> None:
-        self._ray, self._reference = ray, reference
+        self._ray, self._reference, self._asked = ray, reference, False
 
     def is_over(self) -> bool:
         ready, _ = self._ray.wait([self._reference], timeout=0)
         return bool(ready)
 
     def stop(self) -> None:
-        self._ray.cancel(self._reference)
+        if not self._asked:  # once: a second interrupt would not let a training save
+            self._ray.cancel(self._reference)
+        self._asked = True
 
 
 def _run(work: Work) -> None:
