@@ -81,9 +81,12 @@ def test_in_this_process_jobs_run_in_order_and_are_not_run_again(tmp_path: Path)
 
 
 SWEEP = """
+import signal
 import sys
 from functools import partial
 from pathlib import Path
+# Whoever runs the tests may ignore SIGINT, as a shell does for what it starts in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from dmsae.cli import main
 from dmsae.commands import status
 from dmsae.commands.terminal import TERMINAL
