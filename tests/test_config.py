@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dmsae.activations.base_model import ModelConfig
 from dmsae.activations.request import HarvestConfig
 from dmsae.commands.recipes import read_sections
-from dmsae.config import from_dict, read_recipe, recipe_names, require_whole, to_dict
+from dmsae.config import from_dict, read_recipe, recipe_names, require_whole, take_choice, to_dict
 from dmsae.errors import ConfigError
 from dmsae.sae.config import DenseCore, SAEConfig, SparseCore
 from dmsae.text.corpus import HubText, TextConfig
@@ -187,3 +187,26 @@ def test_numbers_that_cannot_be_counted_to_are_refused() -> None:
         require_whole("n", 10**400, 1)
     with pytest.raises(ConfigError, match="lr is too large"):
         from_dict(TrainConfig, {"lr": 10**400})
+
+
+@dataclass(frozen=True, slots=True)
+class Painted:
+    one: Any = Colour.RED
+    several: Any = ()
+
+    def __post_init__(self) -> None:
+        for name in ("one", "several"):
+            take_choice(self, name, Colour)
+
+
+def test_a_choice_may_be_given_as_its_value() -> None:
+    painted = Painted("blue", ("red", Colour.BLUE))
+    assert painted == Painted(Colour.BLUE, (Colour.RED, Colour.BLUE))
+    assert isinstance(painted.one, Colour)
+    assert all(isinstance(one, Colour) for one in painted.several)
+
+
+@pytest.mark.parametrize("settings", [{"one": "green"}, {"several": ("red", "green")}, {"one": ["red"]}])
+def test_what_is_no_choice_is_refused_with_those_there_are(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="it must be one of red, blue"):
+        Painted(**settings)

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from enum import Enum
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dmsae.errors import ConfigError, first_line, nearest
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 Json = dict[str, Any]
@@ -38,9 +41,17 @@ def require_whole(name: str, value: object, low: int) -> None:
     require(type(value) is int and value >= low, name, value, f"be a whole number of at least {low}")
 
 
-def require_choice(name: str, value: object, choices: type[Enum]) -> None:
-    """Raise unless a setting is a member of an enum."""
-    require(isinstance(value, choices), name, value, f"be one of {', '.join(str(one.value) for one in choices)}")
+def take_choice(config: object, name: str, choices: type[Enum]) -> None:
+    """Make a setting of a frozen config, given as a member of an enum or as its value, the member; raise if it is none.
+
+    A setting that is a tuple has several.
+    """
+    value = getattr(config, name)
+    known = [one.value for one in choices]
+    for one in value if isinstance(value, tuple) else (value,):
+        require(one in known, name, value, f"be one of {', '.join(map(str, known))}")
+    chosen = tuple(map(choices, value)) if isinstance(value, tuple) else choices(value)
+    object.__setattr__(config, name, chosen)
 
 
 def to_dict(config: Any) -> Any:
@@ -63,7 +74,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where.rstrip('.')} = {values!r} is not a table of settings for {cls.__name__}.")
     hints = get_type_hints(cls)
-    known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    known = [field.name for field in dataclasses.fields(cls) if field.init]
     for key in values:
         if key not in known:
             raise ConfigError(f"Unknown setting {where}{key}. {nearest(key, known)}")
@@ -73,7 +84,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     except TypeError as error:
         missing = [
             field.name
-            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+            for field in dataclasses.fields(cls)
             if field.default is dataclasses.MISSING
             and field.default_factory is dataclasses.MISSING
             and field.name not in built

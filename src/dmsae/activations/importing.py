@@ -42,7 +42,7 @@ def import_store(
     *,
     heldout: ArrayLike | None = None,
     pairs: tuple[ArrayLike, ArrayLike] | None = None,
-    root: Path | None = None,
+    root: Path | str | None = None,
     dtype: DtypeName = "float16",
     seed: int = 0,
     shard_rows: int = 65_536,
@@ -66,7 +66,7 @@ def import_store(
     splits = _columns(x, heldout, pairs)
     source = os.fspath(x) if isinstance(x, str | os.PathLike) else "arrays"
     request = ImportRequest(source, ModelIdentity.imported(name), "", shard_rows, dtype, seed)
-    root = root or stores_directory()
+    root = Path(root or stores_directory())
     # The key is known when all has been read. Until then the store is made under a name that says what it is.
     scratch = root / f"importing-{request.key}"
     if scratch.exists():  # left by an import that was killed

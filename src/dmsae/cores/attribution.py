@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Shard, Store
-from dmsae.config import Json, require_choice, require_whole, to_dict
+from dmsae.config import Json, require_whole, take_choice, to_dict
 from dmsae.cores.bootstrap import bootstrap_scores
 from dmsae.cores.quantile import LargestValues, require_quantile
 from dmsae.disk import layout
@@ -57,7 +57,7 @@ class AttributionConfig:
 
     def __post_init__(self) -> None:
         require_quantile(self.quantile)
-        require_choice("quantile_over", self.quantile_over, QuantileOver)
+        take_choice(self, "quantile_over", QuantileOver)
         require_whole("batch_size", self.batch_size, 1)
         require_whole("n_bootstrap", self.n_bootstrap, 0)
 

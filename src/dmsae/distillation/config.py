@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from dmsae.config import Json, require, require_choice, require_whole, to_dict
+from dmsae.config import Json, require, require_whole, take_choice, to_dict
 from dmsae.cores.attribution import AttributionConfig
 from dmsae.cores.consensus import ConsensusConfig
 from dmsae.cores.controls import RandomKind
@@ -89,11 +89,11 @@ class DistillConfig:
     def __post_init__(self) -> None:
         require_whole("cycles", self.cycles, 1)
         require_coverage(self.coverage)
-        require_choice("core_mode", self.core_mode, CoreMode)
+        take_choice(self, "core_mode", CoreMode)
         if self.max_rate is not None:
             require(0 < self.max_rate <= 1, "max_rate", self.max_rate, "be above 0 and at most 1, or left out")
         require_norm(self.core_norm)
-        require_choice("rule", self.rule, DistillRule)
+        take_choice(self, "rule", DistillRule)
         require_whole("members", self.members, 2)
         if self.rule is DistillRule.CONSENSUS:
             alone = not self.cycle0.source and self.random_start is None

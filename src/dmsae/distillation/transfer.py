@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from dmsae.activations.sources import ActivationSource, StoreSource
 from dmsae.activations.store import Store
-from dmsae.config import require
+from dmsae.config import require, take_choice
 from dmsae.cores.controls import RandomKind, random_core, random_detectors
 from dmsae.cores.core import Core
 from dmsae.cores.norms import CoreNorm, require_norm, with_norm
@@ -79,6 +79,9 @@ class TransferConfig:
     """How all of them train."""
 
     def __post_init__(self) -> None:
+        take_choice(self, "core_modes", CoreMode)
+        take_choice(self, "random_cores", RandomKind)
+        take_choice(self, "budget", Budget)
         for name in ("k", "core_modes", "random_cores", "baselines"):
             values = list(getattr(self, name))
             require(len(set(values)) == len(values), name, values, "name nothing twice")

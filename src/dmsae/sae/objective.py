@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmsae.config import require, require_choice
+from dmsae.config import require, take_choice
 from dmsae.errors import ConfigError
 from dmsae.sae.comms import ALONE, Axis, Comms
 from dmsae.sae.grads import square_norm, summed_norm, write_, write_b_dec_
@@ -47,7 +47,7 @@ class Objective:
     """Weight α of the auxiliary loss that revives dead latents; 0 turns it off."""
 
     def __post_init__(self) -> None:
-        require_choice("prefix_reduction", self.prefix_reduction, PrefixReduction)
+        take_choice(self, "prefix_reduction", PrefixReduction)
         finite = math.isfinite(self.aux_alpha)
         require(finite and self.aux_alpha >= 0, "aux_alpha", self.aux_alpha, "be a finite number of at least 0")
 

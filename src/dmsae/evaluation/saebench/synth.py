@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from dmsae.config import Json, from_dict, require, require_choice, require_whole, to_dict
+from dmsae.config import Json, from_dict, require, require_whole, take_choice, to_dict
 from dmsae.cores.controls import Rule
 from dmsae.disk import layout
 from dmsae.disk.files import canonical_hash, exclusive_lock, write_json
@@ -61,7 +61,7 @@ class SynthConfig:
         require(
             self.n_features >= _FEATURES_PER_ROOT, "n_features", self.n_features, f"be at least {_FEATURES_PER_ROOT}"
         )
-        require_choice("rule", self.rule, Rule)
+        take_choice(self, "rule", Rule)
         require(self.rule in _RULES, "rule", self.rule, f"be one of {', '.join(_RULES)}")
         first = self.width // 32
         require(self.n_core < first, "n_core", self.n_core, f"be below {first}, the size of the first prefix")
