@@ -17,12 +17,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from dmsae.activations.harvest import harvest
 from dmsae.commands.recipes import read_sections
 from dmsae.commands.terminal import TERMINAL
+from dmsae.cores.attribution import attribute
 from dmsae.distillation import distill as distillation
 from dmsae.training.trainer import Trainer
 
@@ -53,9 +55,9 @@ def main() -> None:
 
         return run
 
-    Trainer.run = timed("training", Trainer.run)  # type: ignore[method-assign]
-    distillation.attribute = timed("scoring", distillation.attribute)  # type: ignore[attr-defined]
-    with tempfile.TemporaryDirectory() as scratch:
+    training = patch.object(Trainer, "run", timed("training", Trainer.run))
+    scoring = patch.object(distillation, "attribute", timed("scoring", attribute))
+    with tempfile.TemporaryDirectory() as scratch, training, scoring:
         start = time.perf_counter()
         store = timed("harvest", harvest)(gather, Path(scratch) / "stores", TERMINAL)
         done = distillation.distill(config, store, Path(scratch) / "run", progress=TERMINAL)

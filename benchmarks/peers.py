@@ -14,7 +14,7 @@ import statistics
 import sys
 import types
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def main() -> None:
         W_enc = sae.W_enc.detach()
         times, n_disturbed = take_turns(
             {
-                "product": lambda W_enc=W_enc: batches[0] @ W_enc.T,  # type: ignore[misc]
+                "product": partial(torch.mm, batches[0], W_enc.T),
                 "dmsae": step,
                 "dictionary_learning": dictionary_learning_step(width, k, batches),
                 "sae_lens": saelens_step(width, k, batches),

@@ -103,7 +103,7 @@ def _app(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
     chosen, verb, *_ = *(argument for argument in arguments if not argument.startswith("-")), "", ""
     for name, entry in ENTRIES.items():
         if name != chosen:
-            app.command(_placeholder, name=name, help=entry.about)  # type: ignore[call-overload]
+            app.command(name=name, help=entry.about)(_placeholder)
             continue
         module = import_module(f"dmsae.commands.{entry.module}")
         if verb in getattr(module, "COMMANDS", {}) or not hasattr(module, "command"):
@@ -124,7 +124,7 @@ def _add_command(app: tyro.extras.SubcommandApp, name: str, function: Callable[[
         function(command)
 
     run.__annotations__["command"] = Annotated[type(default), tyro.conf.arg(name="")]
-    app.command(run, name=name, help=cleandoc(type(default).__doc__ or ""))  # type: ignore[call-overload]
+    app.command(name=name, help=cleandoc(type(default).__doc__ or ""))(run)
 
 
 def _add_group(app: tyro.extras.SubcommandApp, name: str, about: str, commands: dict[str, Any]) -> None:

@@ -135,7 +135,8 @@ def resolve_hook(model: nn.Module, hook: int | str) -> str:
         if hook not in names:
             raise ModelError(f"model.hook = {hook!r}; it must be a module of this model. {nearest(hook, names)}")
         return hook
-    n_layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    config: Any = model.config
+    n_layers = config.get_text_config().num_hidden_layers
     stacks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == n_layers]
     if not stacks:
         raise ModelError("This model's blocks cannot be located. Give model.hook as a dotted module path instead.")

@@ -93,7 +93,8 @@ def _effects(logits_n: Tensor, tokens_n: Tensor, tokenizer: Any) -> list[TokenEf
 
 
 def _unembedding(model: BaseModel) -> nn.Linear:
-    head = model.model.get_output_embeddings()  # type: ignore[operator]
+    whole: Any = model.model
+    head = whole.get_output_embeddings()
     if not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
         kind = type(head).__name__
         raise ModelError(f"The unembedding of {model.identity.name} is a {kind}; it must be a linear map to read it.")

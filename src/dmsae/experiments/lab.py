@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dmsae.activations.sources import StoreSource
 from dmsae.activations.store import Store
@@ -106,11 +106,11 @@ class Lab:
         with self._held(here):
             return transfer(config, core, self.store, here, beside=beside, progress=self._progress)
 
-    def transfer_config(self, config: DistillConfig, purpose: str, **settings: object) -> TransferConfig:
+    def transfer_config(self, config: DistillConfig, purpose: str, **settings: Any) -> TransferConfig:
         """Return a transfer of the same shape and training as a distillation, with a seed for its purpose."""
         train = replace(config.train, seed=derive_seed(config.seed, purpose))
-        shape = {"k": (config.k,), "width": config.width, "nesting": config.nesting}
-        return TransferConfig(**{**shape, "center_input": config.center_input, "train": train, **settings})  # type: ignore[arg-type]
+        like = TransferConfig((config.k,), config.width, config.nesting, center_input=config.center_input, train=train)
+        return replace(like, **settings)
 
     def rows(self, results: Sequence[TrainResult], config: DistillConfig, known: Sequence[Held] = ()) -> list[Json]:
         """Return the figures of trained SAEs."""

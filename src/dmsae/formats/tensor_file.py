@@ -14,6 +14,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         open_regular(path).close()  # a pipe would be waited for
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            names: list[str] = file.keys()
+            return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
     except Exception as error:  # what a damaged file raises depends on the version of safetensors
         raise CheckpointError(f"{path} cannot be read as safetensors: {first_line(error)}.") from error

@@ -85,8 +85,9 @@ def waiting(job: Job) -> JobStatus:
 
 def begun(job: Job) -> JobStatus:
     """Return the status of a job that this process begins now."""
-    here = {"host": socket.gethostname(), "process": os.getpid(), "began": time.time()}
-    return replace(waiting(job), state=JobState.RUNNING, **here)  # type: ignore[arg-type]
+    return replace(
+        waiting(job), state=JobState.RUNNING, host=socket.gethostname(), process=os.getpid(), began=time.time()
+    )
 
 
 def ended(status: JobStatus, cause: str = "") -> JobStatus:

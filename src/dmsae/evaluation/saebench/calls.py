@@ -272,8 +272,12 @@ def _remove_broken(directory: Path) -> None:
 def _logged_errors(logger: logging.Logger) -> Iterator[list[str]]:
     """Collect what a logger reports as an error: this eval catches all errors, and goes on."""
     errors: list[str] = []
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            errors.append(record.getMessage())
+
+    handler = Collector(logging.ERROR)
     logger.addHandler(handler)
     try:
         yield errors
