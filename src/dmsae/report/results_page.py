@@ -7,7 +7,7 @@ from dmsae.config import Json
 from dmsae.experiments.claims import CLAIMS
 from dmsae.experiments.results import read_results
 from dmsae.experiments.tables import tables, verdict_table
-from dmsae.experiments.verdicts import verdicts
+from dmsae.experiments.verdicts import Outcome, verdicts
 from dmsae.report.figures import CAPTIONS, draw
 
 _HEAD = """# Results
@@ -33,11 +33,14 @@ def write_results(docs: Path) -> None:
 def _section(folder: Path, figures: list[Path], docs: Path) -> str:
     results = read_results(folder)
     lines = [f"## Preset `{folder.name}`", "", _about(folder.name, results), ""]
-    lines += [verdict_table(verdicts(results, CLAIMS)).markdown(), ""]
+    found = verdicts(results, CLAIMS)
+    lines += [verdict_table([one for one in found if one.outcome is not Outcome.UNTESTED]).markdown(), ""]
     for file in figures:
         lines += [f"![{CAPTIONS[file.stem]}]({file.relative_to(docs).as_posix()})", "", f"*{CAPTIONS[file.stem]}*", ""]
     for table in tables(results):
         lines += [table.markdown(), ""]
+    if untested := [one.claim for one in found if one.outcome is Outcome.UNTESTED]:
+        lines += ["**Not tested here**", "", *(f"- {claim}" for claim in untested), ""]
     return "\n".join(lines)
 
 
