@@ -36,7 +36,7 @@ def one_round(scene: Scene, scratch: Path, number: int, tally: Tally) -> None:
     attack_by_full_disk(scene, job, scratch, draws, tally)
     if number % 3 == 0:
         attack_by_race(scene, job, scratch, draws, tally)
-    attack_foreign(200, scratch / "foreign", number, tally)
+    attack_foreign(250, scratch / "foreign", number, tally)
 
 
 def main() -> None:
