@@ -104,7 +104,7 @@ def identify(config: ModelConfig, progress: Progress = SILENT) -> ModelIdentity:
         revision=revision,
         weights_sha256=canonical_hash([sha256_of(file) for file in [path / "config.json", *weights]]),
         tokenizer_sha256=canonical_hash([sha256_of(file) for file in vocabulary]),
-        hook=resolve_hook(skeleton(path), config.hook),
+        hook=resolve_hook(skeleton(path), config.hook, f"the model in {path}"),
         dtype=config.dtype,
     )
 
@@ -128,20 +128,20 @@ def _is_of_tokenizer(file: Path) -> bool:
     return file.name.startswith(names) or file.suffix == ".model"
 
 
-def resolve_hook(model: nn.Module, hook: int | str) -> str:
+def resolve_hook(model: nn.Module, hook: int | str, name: str = "this model") -> str:
     """Return the dotted path of the hooked module; an unknown one is an error that offers the nearest names."""
     if isinstance(hook, str) and not hook.lstrip("-").isdigit():
         names = [name for name, _ in model.named_modules() if name]
         if hook not in names:
-            raise ModelError(f"model.hook = {hook!r}; it must be a module of this model. {nearest(hook, names)}")
+            raise ModelError(f"model.hook = {hook!r}; it must be a module of {name}. {nearest(hook, names)}")
         return hook
     config: Any = model.config
     n_layers = config.get_text_config().num_hidden_layers
     stacks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == n_layers]
     if not stacks:
-        raise ModelError("This model's blocks cannot be located. Give model.hook as a dotted module path instead.")
+        raise ModelError(f"The blocks of {name} cannot be located. Give model.hook as a dotted module path instead.")
     if not 0 <= int(hook) < n_layers:
-        raise ModelError(f"model.hook = {hook}; it must be a layer of this model, from 0 to {n_layers - 1}.")
+        raise ModelError(f"model.hook = {hook}; it must be a layer of {name}, from 0 to {n_layers - 1}.")
     return f"{stacks[0]}.{int(hook)}"
 
 
@@ -158,8 +158,8 @@ def skeleton(path: Path) -> nn.Module:
 
 def _require_size(path: Path, described: Any) -> None:
     """Raise when a config describes so many blocks that making their modules alone would take for ever."""
-    n_layers = getattr(described, "num_hidden_layers", 0)
-    if not isinstance(n_layers, int) or not 0 <= n_layers <= _MOST_LAYERS:
+    n_layers = getattr(described, "num_hidden_layers", 1)
+    if not isinstance(n_layers, int) or not 1 <= n_layers <= _MOST_LAYERS:
         raise ModelError(f"{path / 'config.json'}: num_hidden_layers is {n_layers!r}; expected 1 to {_MOST_LAYERS}.")
 
 
