@@ -127,6 +127,22 @@ def test_norms_are_varied_for_core_and_random_alike(results: Path) -> None:
     assert set(figures(results, "random-core")["curves"]) == set(rows)
 
 
+def test_worth_has_every_core_its_neighbour_in_l0_and_batchtopk(results: Path) -> None:
+    found = figures(results, "worth")
+    kept, free = ({row["sae"] for row in found["rows"] if bool(row["n_core"]) is core} for core in (True, False))
+    assert kept == {row["sae"] for row in figures(results, "paper")["rows"] if row["n_core"]}
+    assert len([name for name in free if name.startswith("batchtopk")]) == 1
+    assert 1 <= len([name for name in free if name.startswith("unconstrained")]) <= len(kept)
+    assert {row["sae"] for row in found["scores"]} == kept | free
+    assert all(row["null"] is not None for row in found["scores"] if row["figure"] == "fve")
+
+
+def test_a_table_of_scores_has_score_null_and_part_of_the_way(results: Path) -> None:
+    table = next(one for one in tables(read_results(results)) if one.title.startswith("worth") and "fid" in one.title)
+    assert table.header[:4] == ["SAE", "fve", "null", "of the way"]
+    assert {len(row) for row in table.rows} == {len(table.header)}
+
+
 def test_the_benchmark_scores_every_sae_beside_nulls(results: Path) -> None:
     found = figures(results, "benchmark")
     names = {row["sae"] for row in found["rows"]}
@@ -189,7 +205,9 @@ def test_seeds_are_repetitions_with_a_spread(results: Path) -> None:
     assert spread.sd is not None
     assert spread.sd > 0
     made = tables(read_results(results))
-    assert len(made) == len(ON_PLANTED) + 1, (
+    per_measure = 2  # the benchmark and what SAEs are worth have a table for each of their measures that ran
+    assert len([table for table in made if table.title.endswith(": fidelity")]) == per_measure
+    assert len(made) == len(ON_PLANTED) + 1 + per_measure, (
         "the part on cycles has two tables, the one on sparsity only that of cycles"
     )
     assert "±" in next(table for table in made if table.title.startswith("paper")).markdown()

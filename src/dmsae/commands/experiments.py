@@ -17,7 +17,17 @@ if TYPE_CHECKING:  # `--help` does not wait for torch
     from dmsae.experiments.tables import TextTable
 
 Name = Literal[
-    "cycles", "tau", "sparsity", "random-core", "selection", "benchmark", "price", "consistency", "regime", "all"
+    "cycles",
+    "tau",
+    "sparsity",
+    "random-core",
+    "selection",
+    "benchmark",
+    "worth",
+    "price",
+    "consistency",
+    "regime",
+    "all",
 ]
 
 
@@ -28,10 +38,10 @@ class ExperimentCommand:
     cycles: does a subset of the first core persist, more than from a random start? tau: how much attribution must a
     core hold? sparsity: at which k is most carried over? random-core: does a random core decay while a distilled one
     stays in use? selection: what does gradient × activation buy over simpler rules? benchmark: what is an SAE from a
-    distilled core worth, against its measured L0, beside MSAE and BatchTopK? price: how many latents can be kept, at
-    what price, by every rule, freeze and number of cycles, beside random controls? consistency: do independent
-    distillations find the same core? regime: where do detectors beat every control, confirmed with fresh seeds? all:
-    everything.
+    distilled core worth, against its measured L0, beside MSAE and BatchTopK? worth: what are SAEs with the first core
+    worth by every measure, beside nulls and controls? price: how many latents can be kept, at what price, by every
+    rule, freeze and number of cycles, beside random controls? consistency: do independent distillations find the same
+    core? regime: where do detectors beat every control, confirmed with fresh seeds? all: everything.
 
     Each part and seed is a job of its own, and is kept as a small JSON file as it ends. The same command goes on where
     it stopped, and experiments in one directory share their runs.

@@ -21,6 +21,7 @@ from dmsae.experiments.parts import (
     selection,
     sparsity,
     tau,
+    worth,
 )
 
 
@@ -49,6 +50,7 @@ PARTS = {
     "capped": Part(capped.run, ("max_rate", "rules")),
     "consensus": Part(consensus.run, ("max_rate", "members", "consensus")),
     "selection": Part(selection.run, ("ablated", "ablation_contexts")),
+    "worth": Part(worth.run, ("random_cores", "measures")),
     "benchmark": Part(benchmark.run, ("max_rate", "benchmark_k_factors", "measures")),
     "consistency": Part(consistency.run, ("max_rate", "token_factors", "members", "consensus")),
     "regime": Part(regime.run, ("max_rate", "regimes")),
@@ -63,6 +65,10 @@ EXPERIMENTS = {
     "selection": Experiment("What does gradient × activation buy over simpler rules?", ("capped", "selection")),
     "benchmark": Experiment(
         "What is an SAE from a distilled core worth, against its measured L0, beside those people use?", ("benchmark",)
+    ),
+    "worth": Experiment(
+        "What are SAEs with the first core worth by every measure, beside nulls, random cores, MSAE and BatchTopK?",
+        ("worth",),
     ),
     "price": Experiment(
         "How many latents can be kept, holding how much of the attribution, at what price?",

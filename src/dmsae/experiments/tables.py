@@ -52,7 +52,7 @@ def tables(results: Sequence[Json]) -> list[TextTable]:
             ]
             made.append(TextTable(title, ["SAE", *(heading for heading, _ in COLUMNS.values())], rows))
         of_part = [result["figures"] for result in results if result["part"] == part]
-        others = (_cycles(of_part), _rules(of_part), _regimes(of_part), _pairs(of_part))
+        others = (_cycles(of_part), _rules(of_part), _regimes(of_part), _pairs(of_part), *_scores(of_part))
         made += [table._replace(title=f"{title}{table.title}") for table in others if table.rows]
     return made
 
@@ -105,6 +105,30 @@ def _pairs(figures: Sequence[Json]) -> TextTable:
     rows = _grouped([one for found in figures for one in found.get("pairs", ())], ("what", "tokens"), columns)
     header = ["what", "tokens", "encoder cosine", "decoder cosine", "found again", "Jaccard of firing", "by chance"]
     return TextTable(": pairs of independent runs", header, rows)
+
+
+def _scores(figures: Sequence[Json]) -> list[TextTable]:
+    """Return a table for each measure: every score of every SAE, its null, and the part of the way to the ceiling."""
+    entries = [one for found in figures for one in found.get("scores", ())]
+    return [_of_measure(measure, entries) for measure in dict.fromkeys(one["measure"] for one in entries)]
+
+
+def _of_measure(measure: str, entries: Sequence[Json]) -> TextTable:
+    mine = [one for one in entries if one["measure"] == measure]
+    names = list(dict.fromkeys(one["figure"] for one in mine))
+    shown = {
+        (name, column): Spread.of([one.get(column) for one in mine if one["figure"] == name]) is not None
+        for name in names
+        for column in ("score", "null", "part")
+    }
+    columns = [key for key, known in shown.items() if known]
+    rows = []
+    for sae in dict.fromkeys(one["sae"] for one in mine):
+        of_sae = [one for one in mine if one["sae"] == sae]
+        spreads = (Spread.of([one[column] for one in of_sae if one["figure"] == name]) for name, column in columns)
+        rows.append([sae, *(text(spread, 3) for spread in spreads)])
+    header = [name if column == "score" else {"null": "null", "part": "of the way"}[column] for name, column in columns]
+    return TextTable(f": {measure}", ["SAE", *header], rows)
 
 
 def _grouped(entries: Sequence[Json], keys: tuple[str, ...], columns: dict[str, int]) -> list[list[str]]:

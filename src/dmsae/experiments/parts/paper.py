@@ -21,6 +21,11 @@ from dmsae.training.result import TrainResult
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
     """Return the rows of one seed."""
     config = replace(lab.base, seed=seed)
+    return {"rows": lab.rows(saes(lab, grid, config), config, [lab.held(lab.first_core(config), config)])}
+
+
+def saes(lab: Lab, grid: Grid, config: DistillConfig) -> list[TrainResult]:
+    """Train SAEs from the first core and from random ones, and SAEs that keep nothing."""
     core = lab.first_core(config)
     chosen = lab.transfer_config(
         config,
@@ -30,8 +35,7 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
         baselines=("unconstrained",),
     )
     results = lab.transfer(chosen, core)
-    results += _neighbours(lab, config, core, results)
-    return {"rows": lab.rows(results, config, [lab.held(core, config)])}
+    return results + _neighbours(lab, config, core, results)
 
 
 def _neighbours(lab: Lab, config: DistillConfig, core: Core, results: Sequence[TrainResult]) -> list[TrainResult]:
