@@ -60,8 +60,11 @@ def work(d_model: int, width: int, k: int, n: int, data: int, latents: int) -> N
         recipe = TrainConfig(tokens=4 * BATCH, batch_size=BATCH, norm_batches=1, device="cpu")
         specs = [SAESpec(f"sae-{i}", sae) for i, sae in enumerate(saes)]
         train_together(specs, as_source(x), Path(place) / "saes", recipe, comms=comms)
-        foreseen = training_memory(saes, BATCH, mesh).device
-        print(json.dumps({"before": before, "peak": peak(), "foreseen": foreseen}), flush=True)
+        needed = training_memory(saes, BATCH, mesh, x.nbytes)
+        foreseen = needed.device + needed.stream
+        # In one piece, newline included: the ranks write to one pipe, and without a buffer.
+        sys.stdout.write(json.dumps({"before": before, "peak": peak(), "foreseen": foreseen}) + "\n")
+        sys.stdout.flush()
         comms.both.of_each(None)  # the first rank's directory is there until all are done
     leave()
 

@@ -8,19 +8,23 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+import dmsae.sae.shard
+from dmsae.activations.identity import ModelIdentity
 from dmsae.activations.stream import ActivationStream, Cursor
+from dmsae.activations.token_sample import TokenSample
 from dmsae.errors import DmsaeError, StoreError
 from dmsae.sae.comms import Comms, settled
 from dmsae.sae.config import DenseCore, DetectorCore, SAEConfig, SparseCore
 from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import BatchResult, Objective, backward_
-from dmsae.sae.sae import SAE
+from dmsae.sae.sae import SAE, write_sae
 from dmsae.sae.selection import keep_largest_of_rows_, nth_largest
-from dmsae.sae.shard import owned_rows, shard, unshard
+from dmsae.sae.shard import gathered, owned_rows, shard
 from dmsae.sae.variance import variance
 from dmsae.training.checkpoints import Checkpoints
 from dmsae.training.config import TrainConfig
@@ -106,13 +110,44 @@ def largest_of_rows(comms: Comms, parts: list[Tensor], n: int) -> Tensor:
     return keep_largest_of_rows_(parts[comms.latents.rank], n, comms.latents)
 
 
-def there_and_back(comms: Comms, case: Case) -> tuple[int, dict[str, Any], float]:
+def there_and_back(comms: Comms, case: Case) -> tuple[int, dict[str, Tensor], float]:
     sae = case.sae()
     part = shard(sae, comms.latents)
-    whole = unshard(part, sae.config, comms.latents)
     x = case.x()
     n = len(x) // comms.data.size
-    return part.config.n_core, whole.state_dict(), variance(x[comms.data.rank * n :][:n], comms.data)
+    whole = in_blocks(part, sae.config, comms, 16)
+    return part.config.n_core, whole, variance(x[comms.data.rank * n :][:n], comms.data)
+
+
+def in_blocks(part: SAE, config: SAEConfig, comms: Comms, elements: int) -> dict[str, Tensor]:
+    """Return the tensors of a whole SAE as it is saved, put together from blocks of few elements."""
+    with patch.object(dmsae.sae.shard, "_BLOCK_ELEMENTS", elements):
+        stream = gathered(part, config, comms.latents)
+        rows = torch.cat([block.detach().flatten() for block in stream.blocks])
+    names = sorted(stream.shapes)
+    flat = rows.split([math.prod(stream.shapes[name]) for name in names])
+    return {name: one.view(stream.shapes[name]) for name, one in zip(names, flat, strict=True)}
+
+
+def save_whole(comms: Comms, directory: Path, name: str) -> None:
+    """Save an SAE with known weights and a sample of known tokens, of which each rank has its part."""
+    spec = next(one for one in specs() if one.name == name)
+    config = TrainConfig(**SHORT)
+    learner = Learner(spec, config, config.schedule(), torch.zeros(32), 1.0, comms)
+    whole, made = SAE(spec.sae), torch.Generator().manual_seed(5)
+    whole.load_state_dict({name: torch.randn(t.shape, generator=made) for name, t in whole.state_dict().items()})
+    learner.sae.load_state_dict(shard(whole, comms.latents).state_dict())
+    part = learner.folded(1.7)
+    identity = ModelIdentity("model", "", "0" * 64, "1" * 64, "hook", "float32")
+    at = torch.arange(16, dtype=torch.int32)
+    tokens = TokenSample(identity, at.view(2, 8), at // 8, at % 8, torch.randn(16, 32, generator=made))
+    if comms.data.rank == 0:
+        part.keep_sample_(tokens, comms.latents)
+        stream = gathered(part, learner.whole, comms.latents)
+        if comms.is_first:
+            write_sae(directory, learner.whole, stream, part.sample, {"made": 1})
+        stream.drain()
+    comms.both.settle(None)
 
 
 CORE = 0.3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
@@ -199,7 +234,7 @@ def learn(comms: Comms, name: str, n_steps: int) -> Learned:
             groups.append(learner.dead_groups())
             mine = x[: max(0, 12 - comms.data.rank * len(x))]
             inference.append(tuple(learner.inference_metrics(mine, 12)))
-    folded = learner.folded(scale).state_dict()
+    folded = in_blocks(learner.folded(scale), learner.whole, comms, 64)
     return Learned(results, learner.tensors(), [learner.facts()], scale, groups, inference, folded)
 
 

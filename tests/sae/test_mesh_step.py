@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dmsae.sae.comms import ALONE
 from dmsae.sae.config import SAEConfig
+from dmsae.sae.sae import file_shapes
 from dmsae.sae.shard import owned_rows, sharded_tensors
 from dmsae.sae.variance import variance
 from mesh_work import Case, cut, largest_of_rows, step, there_and_back
@@ -103,7 +104,10 @@ def test_the_largest_of_each_row(mesh: Meshes, sizes: tuple[int, int], n: int, s
 @given(case=cases())
 def test_parts_make_the_whole_to_the_bit(mesh: Meshes, shape: tuple[int, int], case: Case) -> None:
     for n_core, tensors, spread in (answers := mesh.run(shape, there_and_back, case)):
-        assert all(torch.equal(tensors[name], tensor) for name, tensor in case.sae().state_dict().items())
+        sae = case.sae()
+        expected = {name: getattr(sae, name) for name in file_shapes(sae.config)} | {"b_enc": sae.encoder_bias}
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
         assert spread == pytest.approx(variance(case.x()), rel=1e-10)
         assert abs(n_core - case.config.n_core / shape[1]) < 1
     assert sum(n_core for n_core, _, _ in answers) == case.config.n_core * shape[0]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dmsae.config import Json
 from dmsae.disk import layout
 from dmsae.disk.files import canonical_hash, read_json_value, sha256_of, write_json, write_tensors
+from dmsae.disk.tensor_stream import TensorStream, write_stream
 from dmsae.errors import CheckpointError, first_line
 
 if TYPE_CHECKING:  # so that commands which read no tensors do not wait for torch
@@ -68,10 +69,18 @@ def bound(directory: Path, *others: Path) -> dict[str, str]:
 
 
 def write_artifact(
-    directory: Path, name: str, tensors: "Mapping[str, Tensor]", facts: Json, bound_to: Bound | None = None
+    directory: Path,
+    name: str,
+    tensors: "Mapping[str, Tensor] | TensorStream",
+    facts: Json,
+    bound_to: Bound | None = None,
 ) -> None:
     """Write tensors and JSON facts, the facts last, sealed with the checksums of both."""
-    digest = write_tensors(directory / f"{name}.safetensors", {key: t.detach().cpu() for key, t in tensors.items()})
+    path = directory / f"{name}.safetensors"
+    if isinstance(tensors, TensorStream):
+        digest = write_stream(path, tensors)
+    else:
+        digest = write_tensors(path, {key: tensor.detach().cpu() for key, tensor in tensors.items()})
     write_sealed(directory / f"{name}.json", {**facts, _TENSORS_SEAL: digest}, bound_to)
 
 

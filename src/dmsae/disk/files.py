@@ -109,12 +109,19 @@ def fsync_directory(path: Path) -> None:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file so that a reader sees the old content or the new, never a part of it."""
+    with replacing(path, len(data)) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path, size_bytes: int) -> Iterator[IO[bytes]]:
+    """Yield a file to write to, which takes its place in one piece when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The name is fixed, not random: a killed writer's leftover is overwritten by the next one. Writers hold a lock.
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with _full_disk_named(path, len(data)), _created(temporary) as file:
-            file.write(data)
+        with _full_disk_named(path, size_bytes), _created(temporary) as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
     except DiskSpaceError:

@@ -4,6 +4,7 @@
 first, so every prefix holds them. Without a core it is a Matryoshka SAE; with one prefix as well, a BatchTopK SAE.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -14,8 +15,9 @@ from dmsae.activations.token_sample import TokenSample
 from dmsae.config import Json, from_dict, to_dict
 from dmsae.disk import layout
 from dmsae.disk.artifact import Bound, read_artifact, read_facts, write_artifact
+from dmsae.disk.tensor_stream import TensorStream
 from dmsae.errors import CheckpointError, ConfigError
-from dmsae.sae.comms import ALONE, Comms
+from dmsae.sae.comms import ALONE, Axis, Comms
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.detectors import Detectors, detect, fire_
 from dmsae.sae.sample import Sample, remove_sample
@@ -170,10 +172,17 @@ class SAE(nn.Module):
             tensor.mul_(scale)
 
     @torch.no_grad()
-    def keep_sample_(self, tokens: TokenSample | None) -> None:
-        """Keep a token sample with the codes of this SAE, unless they are not finite: nobody will use such an SAE."""
-        f_RK = self.encode(tokens.x_RD.to(self.W_dec)) if tokens else torch.zeros(0)
-        self.sample = Sample.of(tokens, f_RK) if tokens and f_RK.isfinite().all() else None
+    def keep_sample_(self, tokens: TokenSample | None, latents: Axis = ALONE.latents) -> None:
+        """Keep a token sample with the codes of this SAE, unless they are not finite: nobody will use such an SAE.
+
+        On a mesh this is a rank's part, and the codes are those of all parts, in the order of the whole SAE's latents.
+        """
+        if tokens is None:
+            self.sample = None
+            return
+        parts = latents.gather(self.encode(tokens.x_RD.to(self.W_dec)).T.contiguous())
+        f_RK = torch.stack(parts, dim=1).flatten(0, 1).T
+        self.sample = Sample.of(tokens, f_RK) if f_RK.isfinite().all() else None
 
     def save(
         self,
@@ -186,16 +195,8 @@ class SAE(nn.Module):
 
         Recorded are what it was made from and how it was trained; it can be bound to files of its run.
         """
-        tensors = {name: getattr(self, name) for name in _shapes(self.config)} | {"b_enc": self.encoder_bias}
-        facts: Json = {"format": layout.FORMAT, "config": to_dict(self.config), "made_from": made_from or {}}
-        facts |= {"training": training} if training else {}
-        facts |= {"sample": True} if self.sample is not None else {}
-        facts |= {"folder": directory.name} if bound_to else {}
-        write_artifact(directory, layout.SAE, tensors, facts, bound_to)
-        if self.sample is None:
-            remove_sample(directory)
-        else:
-            self.sample.save(directory)
+        tensors = {name: getattr(self, name) for name in file_shapes(self.config)} | {"b_enc": self.encoder_bias}
+        write_sae(directory, self.config, tensors, self.sample, made_from, bound_to, training)
 
     @classmethod
     def load(cls, directory: Path | str) -> Self:
@@ -211,7 +212,7 @@ class SAE(nn.Module):
             config = from_dict(SAEConfig, facts["config"])
         except (KeyError, ConfigError) as error:
             raise CheckpointError(f"{directory / layout.SAE}.json does not describe a saved SAE: {error}") from error
-        expected = _shapes(config)
+        expected = file_shapes(config)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if shapes != expected:
             raise CheckpointError(
@@ -232,6 +233,27 @@ class SAE(nn.Module):
                 "wrong model from the right one. Restore or copy it, and the .safetensors file of the same name."
             )
         return sae.requires_grad_(False)
+
+
+def write_sae(
+    directory: Path,
+    config: SAEConfig,
+    tensors: Mapping[str, Tensor] | TensorStream,
+    sample: Sample | None,
+    made_from: Json | None = None,
+    bound_to: Bound | None = None,
+    training: Json | None = None,
+) -> None:
+    """Write an SAE, given by its tensors, as `SAE.save` does."""
+    facts: Json = {"format": layout.FORMAT, "config": to_dict(config), "made_from": made_from or {}}
+    facts |= {"training": training} if training else {}
+    facts |= {"sample": True} if sample is not None else {}
+    facts |= {"folder": directory.name} if bound_to else {}
+    write_artifact(directory, layout.SAE, tensors, facts, bound_to)
+    if sample is None:
+        remove_sample(directory)
+    else:
+        sample.save(directory)
 
 
 def read_made_from(directory: Path) -> Json:
@@ -260,7 +282,8 @@ def _with_sae(directory: Path) -> Path:
     return inside if nested else directory
 
 
-def _shapes(config: SAEConfig) -> dict[str, tuple[int, ...]]:
+def file_shapes(config: SAEConfig) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a saved SAE with their shapes."""
     return {
         "W_enc": (config.width, config.d_model),
         "b_enc": (config.width,),

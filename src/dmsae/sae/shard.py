@@ -5,13 +5,22 @@ of the SAE (encoder rows of non-core latents begin after the core) has the rank'
 n-th from there.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from itertools import chain
 
 import torch
+from torch import Tensor
 
+from dmsae.disk.tensor_stream import TensorStream
 from dmsae.sae.comms import Axis
 from dmsae.sae.config import DenseCore, DetectorCore, SAEConfig
-from dmsae.sae.sae import SAE
+from dmsae.sae.sae import SAE, file_shapes
+
+_LARGE = ("W_enc_noncore", "W_dec")
+"""The tensors that need not fit into the memory of one rank when an SAE is saved."""
+_BLOCK_ELEMENTS = 1 << 21
+"""How much of them is gathered at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +88,37 @@ def shard(sae: SAE, axis: Axis) -> SAE:
 
 
 @torch.no_grad()
-def unshard(part: SAE, config: SAEConfig, axis: Axis) -> SAE:
-    """Return the whole SAE on every rank, as a copy, from the parts that they own; `config` is that of the whole."""
-    starts = sharded_tensors(config)
-    whole = SAE(config).to(part.W_dec)
-    tensors = whole.state_dict()
-    for name, mine in part.state_dict().items():
-        if name in starts:
-            for rank, rows in enumerate(axis.gather(mine)):
-                tensors[name][owned_rows(starts[name], rank, axis.size)] = rows
-        else:
-            tensors[name].copy_(mine)
-    return whole
+def gathered(part: SAE, config: SAEConfig, axis: Axis) -> TensorStream:
+    """Return the whole SAE as it is saved, from the parts that ranks own; `config` is that of the whole.
+
+    All ranks of the axis must go through the stream. Only a few rows of the large tensors are in memory at a time.
+    """
+    with torch.device("meta"):
+        whole = SAE(config)  # of shapes; what is small gets its values
+    starts, n_rows = sharded_tensors(config), {name: len(tensor) for name, tensor in whole.state_dict().items()}
+    rows = {
+        name: _whole_rows(tensor, n_rows[name], starts.get(name), axis) for name, tensor in part.state_dict().items()
+    }
+    small = {name: torch.cat(list(blocks)) for name, blocks in rows.items() if name not in _LARGE}
+    whole.load_state_dict(small, strict=False, assign=True)
+    blocks = {"W_enc": chain([whole.W_enc_core], rows["W_enc_noncore"]), "W_dec": rows["W_dec"]}
+    shapes = file_shapes(config)
+    one = small | {"b_enc": whole.encoder_bias}
+    return TensorStream(shapes, chain(*(blocks[name] if name in blocks else [one[name]] for name in sorted(shapes))))
+
+
+def _whole_rows(mine: Tensor, n_rows: int, start: int | None, axis: Axis) -> Iterator[Tensor]:
+    """Yield the rows of a whole tensor in order, a few at a time, from those that ranks own.
+
+    `start` is the latent at which the tensor begins; None for one that every rank has whole.
+    """
+    if start is None:
+        yield mine
+        return
+    at_once = max(1, _BLOCK_ELEMENTS // mine.shape[1:].numel() // axis.size)  # of each rank
+    for first in range(0, max(1, n_rows), at_once * axis.size):
+        parts = axis.gather(mine[first // axis.size :][:at_once])
+        rows = mine.new_empty(sum(map(len, parts)), *mine.shape[1:])
+        for rank, part in enumerate(parts):
+            rows[owned_rows(start, rank, axis.size)] = part
+        yield rows

@@ -18,7 +18,7 @@ from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import BatchResult, backward_
 from dmsae.sae.optimiser import adam, step_
 from dmsae.sae.sae import SAE
-from dmsae.sae.shard import shard, sharded_tensors, unshard
+from dmsae.sae.shard import owned_rows, shard, sharded_tensors
 from dmsae.sae.variance import fraction_explained, squared_error, variance
 from dmsae.seeds import generator
 from dmsae.training.config import TrainConfig
@@ -160,12 +160,25 @@ class Learner:
         self.optimiser.state.clear()
         self.optimiser.zero_grad()
 
+    @property
+    def whole(self) -> SAEConfig:
+        """What the whole SAE is."""
+        return replace(self._whole, core=self.sae.config.core)
+
     def folded(self, scale: float) -> SAE:
-        """Return a copy of the whole SAE for raw activations, as it is saved."""
-        sae = unshard(self.sae, replace(self._whole, core=self.sae.config.core), self._comms.latents)
+        """Return the SAE for raw activations; encoder and decoder rows, which do not change, are not copied.
+
+        On a mesh this is the part that the rank owns.
+        """
+        with torch.device("meta"):
+            sae = SAE(self.sae.config)
+        tensors = self.sae.state_dict()
+        same = {name: tensor if name.startswith("W_") else tensor.clone() for name, tensor in tensors.items()}
+        sae.load_state_dict(same, assign=True)
         sae.fold_scale_(scale)
         if self._detectors is not None:  # as they were given: scaling there and back would round them
-            sae.set_detectors_(self._detectors)
+            mine = owned_rows(0, self._comms.latents.rank, self._comms.latents.size)
+            sae.set_detectors_(Detectors(*(values[mine] for values in self._detectors)))
         return sae
 
     @torch.no_grad()

@@ -15,11 +15,14 @@ from dmsae.disk import layout
 from dmsae.disk.artifact import bound, write_sealed
 from dmsae.disk.files import canonical_hash
 from dmsae.disk.run import stop_signals
+from dmsae.disk.tensor_stream import TensorStream
 from dmsae.errors import ConfigError, DmsaeError, LostRankError
 from dmsae.progress import Progress
 from dmsae.sae.comms import Comms, settled
 from dmsae.sae.objective import BatchResult
-from dmsae.sae.sae import SAE
+from dmsae.sae.sae import write_sae
+from dmsae.sae.sample import Sample
+from dmsae.sae.shard import gathered
 from dmsae.sae.variance import fraction_explained
 from dmsae.training.checkpoints import Checkpoints
 from dmsae.training.config import TrainConfig
@@ -174,19 +177,27 @@ class Pass:
 
     def _finish(self) -> None:
         """Save every SAE in raw space, then how its training ended."""
-        tokens = self._token_sample() if self._comms.is_first else None
+        (data, latents, both), first = self._comms, self._comms.is_first
+        tokens = both.of_first(self._token_sample() if first else None)
         for spec, learner in zip(self._specs, self._learners, strict=True):
             learner.finish()
-            sae = learner.folded(self._scale)
-            with settled(self._comms.both):
-                if self._comms.is_first:
-                    sae.keep_sample_(tokens)
-                    self._write(learner, sae, self._settings["made_from"] | {"core": spec.core_sha256()})
+            part, stream = learner.folded(self._scale), None
+            if data.rank == 0:  # these ranks have the whole SAE together
+                part.keep_sample_(tokens, latents)
+                stream = gathered(part, learner.whole, latents)
+            with settled(both):
+                try:
+                    if first and stream:
+                        made_from = self._settings["made_from"] | {"core": spec.core_sha256()}
+                        self._write(learner, stream, part.sample, made_from)
+                finally:
+                    if stream:
+                        stream.drain()  # also if it could not be written: the ranks gather it together
 
-    def _write(self, learner: Learner, sae: SAE, made_from: Json) -> None:
+    def _write(self, learner: Learner, stream: TensorStream, sample: Sample | None, made_from: Json) -> None:
         here = self._where(learner.name)
         settings = bound(here, self._directory / layout.SETTINGS)
-        sae.save(here, made_from, settings, self._training_facts(learner))
+        write_sae(here, learner.whole, stream, sample, made_from, settings, self._training_facts(learner))
         last = self._last.get(learner.name)
         status = {"state": learner.state, "step": learner.ended_at, "cause": learner.cause}
         status |= {"scale": self._scale, "metrics": asdict(last) if last else None}
