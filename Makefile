@@ -67,8 +67,13 @@ bench: assets  ## measured ratios: tables, and one JSON line each
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/harvest.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/trained_step.py
 	$(BIN)/python benchmarks/attribution.py
 	$(BIN)/python benchmarks/distill.py
+	$(BIN)/python benchmarks/peer_distill.py
+	$(BIN)/python benchmarks/mesh.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/sweep.py
 
 $(PEERS)/.ready: constraints.txt
 	$(PYTHON) -m venv $(PEERS)

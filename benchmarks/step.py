@@ -113,7 +113,7 @@ def make_step(cell: Cell, batches: list[Tensor]) -> tuple[Callable[[], None], SA
 
     def step() -> None:
         nonlocal warm_start, n_steps
-        result = backward_(sae, batches[n_steps % N_BATCHES], objective, dead, warm_start)
+        result = backward_(sae, batches[n_steps % len(batches)], objective, dead, warm_start)
         step_(sae, optimiser, result.grad_norm, 1.0)
         warm_start = result.warm_start
         n_steps += 1
@@ -160,9 +160,13 @@ def take_turns(
 
 def measure(cell: Cell, batches: list[Tensor], n_turns: int, patience: float) -> Measured:
     """Return the ratio of a step to the encoder product."""
-    step, sae = make_step(cell, batches)
-    W_enc, x = sae.W_enc.detach(), batches[0]
-    buffer = torch.empty(BATCH, cell.width)
+    return measure_step(*make_step(cell, batches), batches[0], n_turns, patience)
+
+
+def measure_step(step: Callable[[], None], sae: SAE, x: Tensor, n_turns: int, patience: float) -> Measured:
+    """Return the ratio of a step that trains an SAE to its encoder product."""
+    W_enc = sae.W_enc.detach()
+    buffer = torch.empty(len(x), len(W_enc))
     times, n_disturbed = take_turns(
         {"step": step, "product": lambda: x @ W_enc.T, "buffered": lambda: torch.mm(x, W_enc.T, out=buffer)},
         n_turns,
