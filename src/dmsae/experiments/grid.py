@@ -108,7 +108,7 @@ GRIDS = {
         norms=("found", 2.0),
         random_k_factors=(1.0,),
         benchmark_k_factors=(1.0,),
-        measures=("fidelity", "splice"),
+        measures=("fidelity", "activity"),
         token_factors=(1.0,),
         regimes=(Regime("as the recipe"), Regime("half", coverage=0.5)),
         ablated=4,
