@@ -51,7 +51,13 @@ def parts(seed: int) -> dict[str, Json]:
         "tau": {"curves": {"0.5": curve, "0.9": curve}},
         "random-core": {"rows": rows, "curves": {row["sae"]: curve for row in rows}, "n_core": 10},
         "capped": {"rows": priced},
-        "paper": {"rows": [{"sae": "dense-k4", "n_core": 40, "price": 0.02, "price_loss": 0.1}]},
+        "paper": {
+            "rows": [
+                {"sae": "dense-k4", "n_core": 40, "price": 0.02, "price_loss": 0.1, "l0": 20.0, "fve": 0.5},
+                {"sae": "unconstrained-1-k4", "n_core": 0, "l0": 15.0, "fve": 0.4},
+                {"sae": "unconstrained-2-k4", "n_core": 0, "l0": 25.0, "fve": 0.6 + 0.02 * seed},
+            ]
+        },
         "benchmark": {"rows": measured, "scores": scores},
         "consistency": {"pairs": pairs},
         "regime": {"regimes": [{"regime": "wide", "margin": 0.01}, {"regime": "long", "margin": None}]},
@@ -92,6 +98,17 @@ def test_bars_stand_for_mean_births(results: Path) -> None:
         figure = FIGURES["core-evolution"][1]([parts(0)["cycles"], parts(1)["cycles"]])
     heights = [patch.get_height() for patch in figure.axes[0].patches]  # type: ignore[attr-defined]
     assert heights == pytest.approx([20.5, 15, 9.5, 12, 6, 8])
+
+
+def test_the_frontier_has_a_line_of_means_and_a_point_for_each_seed(results: Path) -> None:
+    given = [parts(seed)["paper"] | {"part": "paper"} for seed in (0, 1)]
+    with styled():
+        figure = FIGURES["frontier"][1](given)
+    explained, losses = figure.axes
+    (line,) = explained.get_lines()
+    assert np.asarray(line.get_xydata()).tolist() == [[15.0, 0.4], [25.0, pytest.approx(0.61)]]
+    assert [len(np.asarray(one.get_offsets())) for one in explained.collections] == [2]
+    assert not losses.collections, "no losses were measured"
 
 
 def test_a_price_is_drawn_where_its_core_is_and_every_series_is_named(results: Path) -> None:

@@ -51,6 +51,43 @@ METHODS = {
 """SAEs of the benchmark, by their name without its k."""
 
 
+FRONTIER = (
+    Series("detectors of the first core", (), "detector", COLOURS[0], "o"),
+    Series("the first core as the paper freezes it", (), "dense", COLOURS[1], "s"),
+    Series("random directions", (), "random-norm_matched-dense", GREY, "s"),
+    Series("random directions, covariance-matched", (), "random-covariance_matched-dense", GREY, "D"),
+    Series("random detectors", (), "random-detector", GREY, "o"),
+)
+"""SAEs with a core that are drawn beside the curve of those that keep nothing."""
+
+
+def frontier(figures: Sequence[Json]) -> "Figure":
+    """Return variance explained and next-token loss against the measured L0: SAEs with a core, beside a curve of those
+    that keep nothing."""
+    figure, axes = panels(2, columns=2, width=4.2, height=3.0)
+    labels = ("held-out variance explained", "next-token loss with the SAE\nin place (nats)")
+    rows = [row for one in figures for row in one["rows"]]
+    for axis, name, label in zip(axes, ("fve", "loss"), labels, strict=True):
+        known = [row for row in rows if row.get(name) is not None and row.get("l0") is not None]
+        free: dict[str, list[Json]] = {}
+        for row in known:
+            if not row["n_core"]:
+                free.setdefault(row["sae"], []).append(row)
+        means = sorted((fmean(row["l0"] for row in some), fmean(row[name] for row in some)) for some in free.values())
+        if means:
+            axis.plot(
+                *zip(*means, strict=True), color="black", linewidth=1.2, label="Matryoshka SAEs that keep nothing"
+            )
+        for series in FRONTIER:
+            points = [(row["l0"], row[name]) for row in known if row["n_core"] and method(row) == series.sae]
+            if points:
+                x, y = zip(*points, strict=True)
+                axis.scatter(x, y, color=series.colour, marker=series.marker, s=26, label=series.label, zorder=3)
+        axis.set_xlabel("measured L0 (active latents per token, core included)")
+        axis.set_ylabel(label)
+    return legend_below(figure, axes, columns=2)
+
+
 def price(figures: Sequence[Json]) -> "Figure":
     """Return what it costs to keep latents: price against their number, for every rule, freeze and number of cycles."""
     figure, axes = panels(2, columns=2, width=4.2, height=3.4)
