@@ -93,6 +93,8 @@ class DistillConfig:
         if self.max_rate is not None:
             require(0 < self.max_rate <= 1, "max_rate", self.max_rate, "be above 0 and at most 1, or left out")
         require_norm(self.core_norm)
+        if self.random_start is not None:
+            take_choice(self, "random_start", RandomKind)
         take_choice(self, "rule", DistillRule)
         require_whole("members", self.members, 2)
         if self.rule is DistillRule.CONSENSUS:
