@@ -1,0 +1,95 @@
+"""How long all native measures take: one SAE with cold and warm caches, ten SAEs; and matching 16k × 16k latents.
+
+Each SAE is evaluated with all of its nulls by every measure that runs without a judge. Ten SAEs are the one given with
+its non-core latents scaled a little: as much work as ten others. Matching is on random unit rows, the hardest case
+for a sparse solver, and on a permuted, noisy copy, in a process of its own whose peak memory is its own.
+
+    python benchmarks/evaluate.py SAE STORE [--saes 10] [--root STORES]    # a directory, a key; an hour on two cores
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch.nn.functional import normalize
+
+from dmsae.activations.store import open_store
+from dmsae.commands.terminal import TERMINAL
+from dmsae.evaluation.assignment import match_rows
+from dmsae.evaluation.evaluate import evaluate, load_model
+from dmsae.sae.sae import SAE
+
+_MATCHED, _D_MODEL = 16_384, 576
+
+
+def variants(sae: SAE, n: int) -> dict[str, SAE]:
+    """Return SAEs that take as long to evaluate as the one given, and are not the same."""
+    made = {}
+    for i in range(n):
+        other = SAE(sae.config)
+        other.load_state_dict(sae.state_dict())
+        other.W_dec.data[sae.config.n_core :] *= 1 + 1e-4 * i
+        made[f"sae-{i}"] = other
+    return made
+
+
+def matching() -> dict[str, float]:
+    """Return seconds and peak memory of matching two dictionaries, unrelated and alike."""
+    torch.manual_seed(0)
+    first, unrelated = (normalize(torch.randn(_MATCHED, _D_MODEL)) for _ in range(2))
+    alike = normalize(first[torch.randperm(_MATCHED)] + 0.02 * torch.randn(_MATCHED, _D_MODEL))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = {}
+    for name, second in (("unrelated", unrelated), ("alike", alike)):
+        start = time.perf_counter()
+        match_rows(first, second)
+        seconds[name] = round(time.perf_counter() - start, 1)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {**seconds, "peak_gib": round(peak / 2**20, 2), "of_it_before_gib": round(before / 2**20, 2)}
+
+
+def main() -> None:
+    """Print the table, and one JSON object as the last line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sae", type=Path, nargs="?", help="directory of an SAE")
+    parser.add_argument("store", nargs="?", help="key of its store")
+    parser.add_argument("--saes", type=int, default=10, help="how many SAEs to evaluate at once; 0: only the one")
+    parser.add_argument("--root", type=Path, default=None, help="directory of stores")
+    parser.add_argument("--matching", action="store_true", help="only the matching")
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    if arguments.matching or arguments.store is None:
+        print(json.dumps(matching()))
+        return
+    sae = SAE.load(arguments.sae)
+    store = open_store(arguments.store, arguments.root)
+    model = load_model(store, progress=TERMINAL)
+    seconds: dict[str, float] = {}
+    by_measure: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        cache = patch("dmsae.disk.layout.evaluation_cache", lambda: Path(scratch) / "cache")
+        several = {f"{arguments.saes}, warm": arguments.saes} if arguments.saes else {}
+        runs = {name: variants(sae, n) for name, n in ({"one, cold": 1, "one, warm": 1} | several).items()}
+        for name, saes in runs.items():
+            with cache:
+                start = time.perf_counter()
+                done = evaluate(saes, store, Path(scratch) / name, model=model, progress=TERMINAL)
+            seconds[name] = round(time.perf_counter() - start, 1)
+            by_measure = by_measure or {one: round(found["seconds"], 1) for one, found in done.measures.items()}
+            print(f"{name:12} {seconds[name]:8.0f} s", flush=True)
+    command = [sys.executable, __file__, "--matching"]
+    matched = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    print(f"matching {_MATCHED:,} × {_MATCHED:,}: {matched}")
+    facts = {"width": sae.config.width, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    print(json.dumps({"benchmark": "evaluate", **facts, "seconds": seconds, "cold": by_measure, "matching": matched}))
+
+
+if __name__ == "__main__":
+    main()
