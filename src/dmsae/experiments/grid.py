@@ -60,9 +60,9 @@ class Grid:
     """Cycles of the distillations whose cores are followed from cycle to cycle."""
     coverages: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
     """τ, in the part `tau`."""
-    k_factors: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    k_factors: tuple[float, ...] = (0.5, 1.0, 4.0)
     """Sparsities of the part `sparsity`."""
-    norms: tuple[CoreNorm, ...] = ("unit", "found", 2.0, 3.0)
+    norms: tuple[CoreNorm, ...] = ("unit", "found", 2.0)
     """Norms of frozen rows, in the part `random-core`."""
     random_k_factors: tuple[float, ...] = (1.0, 5.0)
     """Sparsities of the part `random-core`."""
@@ -79,12 +79,11 @@ class Grid:
         "lexical_predictability",
     )
     """What SAEs are evaluated by, in the part `benchmark`."""
-    token_factors: tuple[float, ...] = (1.0, 3.0)
+    token_factors: tuple[float, ...] = (1.0, 2.0)
     """Lengths of training in the part `consistency`."""
     regimes: tuple[Regime, ...] = (
         Regime("as the recipe"),
         Regime("wide prefix-0", prefix0_factor=4, coverage=0.5),
-        Regime("wide prefix-0, sparser", k_factor=0.5, prefix0_factor=4, coverage=0.5),
         Regime("active positions", prefix0_factor=4, coverage=0.5, over="active"),
         Regime("longer", prefix0_factor=4, coverage=0.5, token_factor=2),
     )
