@@ -4,7 +4,8 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +15,16 @@ import torch
 from torch import Tensor
 
 import dmsae.sae.shard
+from dmsae.activations.harvest import Harvest
 from dmsae.activations.identity import ModelIdentity
+from dmsae.activations.request import HarvestConfig
+from dmsae.activations.shards import ShardMaker
+from dmsae.activations.splits import Split
 from dmsae.activations.stream import ActivationStream, Cursor
 from dmsae.activations.token_sample import TokenSample
 from dmsae.errors import DmsaeError, StoreError
-from dmsae.sae.comms import Comms, settled
+from dmsae.ranks import settled
+from dmsae.sae.comms import Comms
 from dmsae.sae.config import DenseCore, DetectorCore, SAEConfig, SparseCore
 from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import BatchResult, Objective, backward_
@@ -28,7 +34,7 @@ from dmsae.sae.shard import gathered, owned_rows, shard
 from dmsae.sae.variance import variance
 from dmsae.training.checkpoints import Checkpoints
 from dmsae.training.config import TrainConfig
-from dmsae.training.crew import follow, run_on_mesh, train_on
+from dmsae.training.crew import follow, harvest_on, lead, run_on_mesh, train_on
 from dmsae.training.learner import Learner, SAESpec
 from dmsae.training.mesh import MeshConfig, require_same
 from dmsae.training.scale import first_look
@@ -284,24 +290,53 @@ def same(comms: Comms, values: list[int]) -> str:
     return "nothing"
 
 
-def be_rank(rank: int, shape: tuple[int, int], port: int, directory: Path, changes: dict[str, Any]) -> None:
+def be_rank(rank: int, port: int, mesh: MeshConfig, log: Path, command: Callable[[Comms], Any]) -> None:
     """Be one rank of a mesh, as under torchrun, and end with the exit code that a command would have."""
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(shape[0] * shape[1]), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(mesh.size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sys.stderr = (directory.parent / f"rank-{rank}.log").open("a")
-    config = TrainConfig(**SHORT | changes)
-    mesh = MeshConfig(data=shape[0], latents=shape[1], timeout_seconds=5)
-
-    def command(comms: Comms) -> None:
-        train_on(comms, specs()[:2], Zipf(), directory, config)
-
+    sys.stderr = (log / f"rank-{rank}.log").open("a")
     try:
         run_on_mesh(mesh, "cpu", {}, command)
     except DmsaeError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(2)
     os._exit(0)
+
+
+def train_as_rank(rank: int, port: int, shape: tuple[int, int], directory: Path, changes: dict[str, Any]) -> None:
+    """Train two SAEs as a rank that may be killed."""
+    mesh = MeshConfig(data=shape[0], latents=shape[1], timeout_seconds=5)
+    config = TrainConfig(**SHORT | changes)
+    be_rank(rank, port, mesh, directory.parent, lambda on: train_on(on, specs()[:2], Zipf(), directory, config))
+
+
+def harvest_as_rank(rank: int, port: int, n: int, config: HarvestConfig, root: Path, pause: float) -> None:
+    """Harvest as a rank that may be killed; it pauses before each batch, so that there is a middle to be killed in."""
+    run = ShardMaker._run
+
+    def slowly(self: ShardMaker, *args: Any) -> Any:
+        time.sleep(pause)
+        return run(self, *args)
+
+    mesh = MeshConfig(data=n, timeout_seconds=20)
+    with patch.object(ShardMaker, "_run", slowly):
+        be_rank(rank, port, mesh, root.parent, lambda on: harvest_on(on, Harvest(config, root)))
+
+
+def harvest_here(comms: Comms, config: HarvestConfig, root: Path, broken: int | None = None) -> str:
+    """Harvest, and return what each rank hears; one rank may have a model that puts out no finite numbers."""
+    select = ShardMaker._select
+
+    def infinite(self: ShardMaker, split: Split, shard: Any, *args: Any) -> Any:
+        return select(self, split, shard | {"x": shard["x"] / 0}, *args)
+
+    with patch.object(ShardMaker, "_select", infinite if comms.both.rank == broken else select):
+        try:
+            lead(comms, lambda on: harvest_on(on, Harvest(config, root))) if comms.is_first else follow(comms)
+        except DmsaeError as error:
+            return str(error)
+    return "nothing"
 
 
 class Hidden(Zipf):

@@ -6,11 +6,13 @@ They are forked from a server that has already imported the package, so that sta
 import multiprocessing
 import os
 import pickle
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from dmsae.sae.comms import Comms
 from dmsae.training.mesh import MeshConfig, place
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["dmsae.training.trainer", "dmsae.training.mesh", "torch._dynamo", "mesh_work"])
+SERVER.set_forkserver_preload(["torch._dynamo", "transformers.models.llama.modeling_llama", "mesh_work"])
 
 SHAPES = [(2, 1), (1, 2), (2, 2)]
 """Data × latents."""
@@ -74,6 +76,27 @@ class Meshes:
         """End all processes."""
         for ranks in self._ranks.values():
             ranks.close()
+
+
+def start_ranks(n: int, target: Callable[..., None], *args: Any) -> list[ForkServerProcess]:
+    """Start processes that call `target(rank, port, *args)`, and so can be killed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [SERVER.Process(target=target, args=(rank, port, *args), daemon=True) for rank in range(n)]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+def join_all(ranks: list[ForkServerProcess]) -> list[int | None]:
+    """Wait for all ranks to end by themselves, and return their exit codes."""
+    for rank in ranks:
+        rank.join(90)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    return codes
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import socket
 import time
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -11,31 +10,12 @@ from typing import Any
 
 import pytest
 
-from mesh_work import be_rank
-from meshes import SERVER
+from mesh_work import train_as_rank
+from meshes import join_all, start_ranks
 
 
 def start(directory: Path, shape: tuple[int, int], **changes: Any) -> list[ForkServerProcess]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        SERVER.Process(target=be_rank, args=(rank, shape, port, directory, changes), daemon=True)
-        for rank in range(shape[0] * shape[1])
-    ]
-    for rank in ranks:
-        rank.start()
-    return ranks
-
-
-def join_all(ranks: list[ForkServerProcess]) -> list[int | None]:
-    """Wait for all ranks to end by themselves, and return their exit codes."""
-    for rank in ranks:
-        rank.join(90)
-    codes = [rank.exitcode for rank in ranks]
-    for rank in ranks:
-        rank.kill()
-    return codes
+    return start_ranks(shape[0] * shape[1], train_as_rank, shape, directory, changes)
 
 
 def n_lines(directory: Path) -> int:

@@ -1,13 +1,17 @@
 """Text through the model, once: fills a store with training x, held-out x and attribution pairs (x, g).
 
 A harvest that is killed at any moment and started again ends with the same bytes as one that never was: every shard
-is a function of its contexts, the model and the seed alone.
+is a function of its contexts, the model and the seed alone. So several processes can share the shards among them: each
+writes its own, and the first, which holds the lock, notes in the journal what all of them have written.
 """
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +34,14 @@ from dmsae.activations.probe import Probe, report
 from dmsae.activations.request import HarvestConfig, HarvestRequest
 from dmsae.activations.shards import ShardMaker, row_bytes, to_stored_dtypes
 from dmsae.activations.splits import Split
-from dmsae.activations.store import Store, StoreWriter, read_verified
+from dmsae.activations.store import Store, StoreWriter, read_verified, write_file
 from dmsae.config import require
 from dmsae.devices import model_device
 from dmsae.disk.files import require_space
 from dmsae.disk.layout import shard_file, stores_directory, token_file
 from dmsae.errors import DmsaeError
-from dmsae.progress import SILENT, Progress, human_seconds
+from dmsae.progress import SILENT, Bar, Progress, human_seconds
+from dmsae.ranks import ONE, Axis, settled
 from dmsae.text.corpus import open_corpus
 
 
@@ -67,21 +72,33 @@ class Harvest:
         self._tokenizer: Any = None
         self._model: BaseModel | None = None
 
-    def run(self) -> Store:
-        """Return the store, harvesting what is missing of it."""
-        if is_complete(self.path):
-            return Store.open(self.path)
-        model_device(self.config.model.device)  # before any text is tokenised for it
-        with store_lock(self.path):
-            if is_complete(self.path):  # another process finished it just before we had the lock
-                return Store.open(self.path)
-            writer = StoreWriter(self.path, self.request, self._progress)
-            contexts = self._stored_contexts(writer)
-            estimate = self.estimate(contexts)
-            self._announce(writer, estimate)
-            for split in Split:
-                self._fill(writer, split, contexts[split])
-            return writer.finish(estimate.d_model, estimate.probe._asdict())
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to another process as what it takes to harvest there."""
+        return Harvest, (self.config, self.path.parent.resolve())
+
+    def run(self, everyone: Axis = ONE) -> Store:
+        """Return the store, harvesting what is missing of it, together with all ranks of an axis."""
+        if everyone.of_first(is_complete(self.path)):
+            return self._opened(everyone)
+        begun: _Begun | None = None
+        with ExitStack() as held:
+            with settled(everyone):
+                model_device(self.config.model.device)  # before any text is tokenised for it
+            with settled(everyone, patiently=True):
+                if everyone.rank == 0:
+                    held.enter_context(store_lock(self.path))
+                    begun = self._begin()
+            finished = everyone.of_first(dict(begun.writer.records) if begun else None)
+            if finished is not None:
+                with settled(everyone):
+                    contexts = {split: self._contexts_of(finished, split) for split in Split}
+                    maker = ShardMaker(self.model, self.config)
+                for split in Split:
+                    self._fill(begun.writer if begun else None, finished, maker, split, contexts[split], everyone)
+                with settled(everyone):
+                    if begun:
+                        begun.writer.finish(begun.estimate.d_model, begun.estimate.probe._asdict())
+            return self._opened(everyone)
 
     def estimate(self, contexts: dict[Split, Contexts]) -> Estimate:
         """Return documents, rows, bytes and seconds, from one measured batch of each kind of pass.
@@ -141,6 +158,22 @@ class Harvest:
         """Width at the hook, found by running the model on one context of two tokens."""
         return self.model.activations(torch.zeros(1, 2, dtype=torch.int64)).shape[-1]
 
+    def _opened(self, everyone: Axis) -> Store:
+        with settled(everyone):
+            return Store.open(self.path)
+
+    def _begin(self) -> "_Begun | None":
+        """Do what comes before the shards, and is done once; None when another process has just finished the store."""
+        if is_complete(self.path):
+            return None
+        writer = StoreWriter(self.path, self.request, self._progress)
+        estimate = self.estimate(self._stored_contexts(writer))
+        self._announce(writer, estimate)
+        return _Begun(writer, estimate)
+
+    def _contexts_of(self, records: Mapping[str, FileRecord], split: Split) -> Contexts:
+        return Contexts.stored(read_verified(self.path, records[token_file(split)]))
+
     def _stored_contexts(self, writer: StoreWriter) -> dict[Split, Contexts]:
         """Return each split's contexts, from the store if an earlier run has put them there."""
         try:
@@ -152,8 +185,7 @@ class Harvest:
             if not writer.records:  # the request cannot be met: leave nothing that looks like a store
                 shutil.rmtree(self.path)
             raise
-        files = {split: read_verified(self.path, writer.records[token_file(split)]) for split in Split}
-        return {split: Contexts.stored(tensors) for split, tensors in files.items()}
+        return {split: self._contexts_of(writer.records, split) for split in Split}
 
     def _announce(self, writer: StoreWriter, estimate: Estimate) -> None:
         """Report what is left to do, and raise when it does not fit on the disk."""
@@ -170,27 +202,69 @@ class Harvest:
             f"Store {self.path.name}: {resumed}{human_bytes(size_bytes)} to write, about {human_seconds(seconds)}."
         )
 
-    def _fill(self, writer: StoreWriter, split: Split, contexts: Contexts) -> None:
-        """Make the shards of a split that are missing; a second thread writes while the model runs."""
+    def _fill(
+        self,
+        writer: StoreWriter | None,
+        finished: Mapping[str, FileRecord],
+        maker: ShardMaker,
+        split: Split,
+        contexts: Contexts,
+        everyone: Axis,
+    ) -> None:
+        """Make the shards of a split that are missing, each rank one at a time; only the first rank has a writer."""
         if not len(contexts):
             return
-        maker = ShardMaker(self.model, self.config)
-        left = self.config.wanted(split)
+        add = writer.add if writer else partial(write_file, self.path)
         pending: Future[FileRecord] | None = None
-        with self._progress.bar(f"harvest {split}", left, "tok") as bar, ThreadPoolExecutor(1) as background:
-            for index, some in enumerate(contexts.split(self.config.shard_contexts(split))):
-                quota = min(left, int(countable(self.config, split, self.model.keep_mask, some).sum()))
-                left -= quota
-                if shard_file(split, index) in writer.records:
-                    bar.skip(quota)
-                    continue
-                shard, dropped = maker.make(split, some, quota, index, bar.advance)
-                if pending is not None:
-                    pending.result()
-                stored = to_stored_dtypes(shard, self.config)
-                pending = background.submit(writer.add, shard_file(split, index), stored, dropped)
+        bar_of_split = self._progress.bar(f"harvest {split}", self.config.wanted(split), "tok")
+        with bar_of_split as bar, ThreadPoolExecutor(1) as background:  # which writes while the model runs
+            missing = self._missing(finished, split, contexts, bar)
+            while turn := list(islice(missing, everyone.size)):
+                record: FileRecord | None = None
+                with settled(everyone):
+                    if everyone.rank < len(turn):
+                        mine = turn[everyone.rank]
+                        shard, dropped = maker.make(split, mine.contexts, mine.quota, mine.number, bar.advance)
+                        if pending is not None:
+                            pending.result()
+                        stored = to_stored_dtypes(shard, self.config)
+                        pending = background.submit(add, shard_file(split, mine.number), stored, dropped)
+                        if everyone.size > 1:  # before the first rank can note it, it must be there
+                            record = pending.result()
+                for other, theirs in zip(turn[1:], everyone.of_each(record)[1:], strict=False):
+                    if writer and theirs:
+                        writer.note(theirs)
+                        bar.advance(other.quota)
             if pending is not None:
                 pending.result()
+
+    def _missing(
+        self, finished: Mapping[str, FileRecord], split: Split, contexts: Contexts, bar: Bar
+    ) -> "Iterator[_Missing]":
+        """Yield the shards of a split that have not been finished earlier."""
+        left = self.config.wanted(split)
+        for index, some in enumerate(contexts.split(self.config.shard_contexts(split))):
+            quota = min(left, int(countable(self.config, split, self.model.keep_mask, some).sum()))
+            left -= quota
+            if shard_file(split, index) in finished:
+                bar.skip(quota)
+            else:
+                yield _Missing(index, some, quota)
+
+
+class _Begun(NamedTuple):
+    """What the first rank has done before any shard is made."""
+
+    writer: StoreWriter
+    estimate: Estimate
+
+
+class _Missing(NamedTuple):
+    """A shard that is to be made."""
+
+    number: int
+    contexts: Contexts
+    quota: int
 
 
 def harvest(config: HarvestConfig, root: Path | None = None, progress: Progress = SILENT) -> Store:

@@ -62,12 +62,14 @@ class StoreWriter:
     def add(self, file: str, tensors: Shard, dropped: dict[str, int]) -> FileRecord:
         """Write one file, then note it in the journal; a crash in between loses only this file."""
         assert file not in self.records, f"{file} exists already"
-        rows = next(iter(tensors.values())).shape[0]
-        documents = int(tensors["starts"].sum()) if "starts" in tensors else 0
-        record = FileRecord(file, rows, write_tensors(self.path / file, tensors), dropped, documents)
-        append_text(self.path / layout.STORE_JOURNAL, journal_line(record), sync=True)
-        self.records[file] = record
+        record = write_file(self.path, file, tensors, dropped)
+        self.note(record)
         return record
+
+    def note(self, record: FileRecord) -> None:
+        """Note a file that has been written in the journal."""
+        append_text(self.path / layout.STORE_JOURNAL, journal_line(record), sync=True)
+        self.records[record.file] = record
 
     def move(self, path: Path, request: StoreRequest) -> None:
         """Move the store to another place, as made from another request."""
@@ -80,6 +82,13 @@ class StoreWriter:
         write_bytes(self.path / layout.STORE_JOURNAL, journal_bytes(in_order(self.records.values())))
         write_seal(self.path, d_model, probe)
         return Store.open(self.path)
+
+
+def write_file(store: Path, file: str, tensors: Shard, dropped: dict[str, int]) -> FileRecord:
+    """Write one file of a store, and return what its journal should say of it."""
+    rows = next(iter(tensors.values())).shape[0]
+    documents = int(tensors["starts"].sum()) if "starts" in tensors else 0
+    return FileRecord(file, rows, write_tensors(store / file, tensors), dropped, documents)
 
 
 class Store:

@@ -26,8 +26,8 @@ from dmsae.distillation.distill import MAY_CHANGE, Distillation, DistillConfig, 
 from dmsae.distillation.outcome import CycleReport, require_cycles
 from dmsae.errors import ConfigError
 from dmsae.formats import require_checkpoint
-from dmsae.sae.comms import Comms
-from dmsae.training.crew import run_on_mesh
+from dmsae.sae.comms import ALONE, Comms
+from dmsae.training.crew import harvest_on, run_on_mesh
 from dmsae.training.mesh import MeshConfig
 
 
@@ -84,7 +84,7 @@ def _run(command: DistillCommand, comms: Comms) -> None:
     require_cycles(command.out, command.config.n_cycles)
     warn_of_train_table(command.recipe, "distill", TERMINAL)
     source = LiveSource(Harvest(command.harvest, command.root, TERMINAL), progress=TERMINAL) if command.live else None
-    store = _store(command, source)
+    store = _store(command, source, comms)
     TERMINAL.note(f"Store {store.key}: {store.model.name} at {store.model.hook}")
     print_length(command.config.train, None if source else store)
     done = distill(command.config, store, command.out, _CyclePrinter(), source=source, progress=TERMINAL, comms=comms)
@@ -103,11 +103,11 @@ def _run_seeds(command: DistillCommand) -> None:
     require_sweepable(command.out)
     jobs = seed_jobs(command.seeds, of_seed, run, command.out)
     source = LiveSource(Harvest(command.harvest, command.root, TERMINAL), progress=TERMINAL) if command.live else None
-    _store(of_seed(command.seeds[0], layout.seed_directory(command.out, command.seeds[0])), source)
+    _store(of_seed(command.seeds[0], layout.seed_directory(command.out, command.seeds[0])), source, ALONE)
     sweep(jobs, command.out, command.fan_out)
 
 
-def _store(command: DistillCommand, source: ActivationSource | None) -> Store:
+def _store(command: DistillCommand, source: ActivationSource | None, comms: Comms) -> Store:
     """Return the store to score and train on, harvested if need be; of one that exists, what its harvest warned of."""
     if command.store:
         TERMINAL.note("--store names a store: the harvest settings are not used.")
@@ -123,7 +123,7 @@ def _store(command: DistillCommand, source: ActivationSource | None) -> Store:
     # A directory of another run is refused before the long work, not after it.
     settings = run_settings(command.config, harvest.path.name, harvest.identity, source, harvest.path.parent)
     require_claimable(command.out, settings, MAY_CHANGE)
-    return harvest.run()
+    return harvest_on(comms, harvest)
 
 
 def show_distillation(done: Distillation) -> None:

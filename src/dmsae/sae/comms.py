@@ -24,76 +24,9 @@ Not exact to the last entry: of *equal* positive activations at the cut of the a
 keeps those that `torch.topk` happens to keep, a mesh those of the lower rank.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
-from torch import Tensor
-
-from dmsae.errors import DmsaeError
-
-T = TypeVar("T")
-
-
-class Axis(Protocol):
-    """The ranks along one side of a mesh, or all of them. All of them make the same calls in the same order."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's place among them."""
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Replace a tensor by its sum over the ranks, and return it."""
-
-    def min_(self, tensor: Tensor) -> Tensor:
-        """Replace a tensor by its smallest over the ranks, entry by entry, and return it."""
-
-    def max_(self, tensor: Tensor) -> Tensor:
-        """Replace a tensor by its largest over the ranks, entry by entry, and return it."""
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks in their order; they may differ in their number of rows."""
-
-    def of_first(self, value: T) -> T:
-        """Return what the first rank gave."""
-
-    def of_each(self, value: T) -> list[T]:
-        """Return what each rank gave, in their order."""
-
-    def settle(self, error: DmsaeError | None) -> None:
-        """Raise on every rank when there is an error on one: its own there, elsewhere one that names rank and cause."""
-
-
-class _One:
-    """The axis of one rank: there is nobody to talk to."""
-
-    rank, size = 0, 1
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def min_(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def max_(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor]
-
-    def of_first(self, value: T) -> T:
-        return value
-
-    def of_each(self, value: T) -> list[T]:
-        return [value]
-
-    def settle(self, error: DmsaeError | None) -> None:
-        if error is not None:
-            raise error
+from dmsae.ranks import ONE, Axis
 
 
 class Comms(NamedTuple):
@@ -112,19 +45,8 @@ class Comms(NamedTuple):
         return self.both.rank == 0
 
 
-ALONE = Comms(_One(), _One(), _One())
+ALONE = Comms(ONE, ONE, ONE)
 """One process."""
-
-
-@contextmanager
-def settled(axis: Axis) -> Iterator[None]:
-    """Let an error of ours on one rank end the block on all of them. Ranks must not talk inside the block."""
-    error: DmsaeError | None = None
-    try:
-        yield
-    except DmsaeError as raised:
-        error = raised
-    axis.settle(error)
 
 
 def step_bytes(n_tokens: int, d_model: int, width: int, n_prefixes: int, n_data: int, n_latents: int) -> int:

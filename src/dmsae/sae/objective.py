@@ -19,7 +19,8 @@ from torch import Tensor
 
 from dmsae.config import require, take_choice
 from dmsae.errors import ConfigError
-from dmsae.sae.comms import ALONE, Axis, Comms
+from dmsae.ranks import Axis
+from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.grads import square_norm, summed_norm, write_, write_b_dec_
 from dmsae.sae.sae import SAE
 from dmsae.sae.selection import keep_largest_of_rows_

@@ -8,7 +8,7 @@ begin as the n-th largest does. Three rounds give all bits of a float32, six tho
 import torch
 from torch import Tensor
 
-from dmsae.sae.comms import Axis
+from dmsae.ranks import Axis
 
 _DIGIT_BITS = 11
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dmsae.disk.tensor_stream import TensorStream
-from dmsae.sae.comms import Axis
+from dmsae.ranks import Axis
 from dmsae.sae.config import DenseCore, DetectorCore, SAEConfig
 from dmsae.sae.sae import SAE, file_shapes
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from dmsae.sae.comms import ALONE, Axis
+from dmsae.ranks import Axis
+from dmsae.sae.comms import ALONE
 
 
 def variance(x_BD: Tensor, data: Axis = ALONE.data, n_tokens: int | None = None) -> float:

@@ -30,7 +30,8 @@ from dmsae.disk.checkpoint import (
 )
 from dmsae.disk.files import fsync_directory
 from dmsae.errors import CheckpointError
-from dmsae.sae.comms import Comms, settled
+from dmsae.ranks import settled
+from dmsae.sae.comms import Comms
 from dmsae.sae.shard import owned_rows
 from dmsae.training.mesh_files import REMEDY, read_parts, write_parts
 

@@ -1,31 +1,47 @@
-"""A command on a mesh: the first rank runs it as if it were alone, the others take part in the trainings it starts.
+"""A command on a mesh: the first rank runs it as if it were alone, the others take part in the jobs it has for them.
 
-The first rank reads, harvests, scores, selects, prints and holds the locks. When it comes to a training it sends the
-others what they need to take part: the SAEs, the settings, and how to open the activations. Between trainings they
-wait. An error of the first rank ends all of them, with the same message.
+The first rank reads, selects, prints and holds the locks. When it comes to a job for all (a harvest, a training, scores
+of latents) it sends the others what they need to take part, such as settings and how to open the activations. Between
+jobs they wait. An error of the first rank ends all of them, with the same message.
 """
 
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from dmsae.activations.harvest import Harvest
 from dmsae.activations.sources import ActivationSource
-from dmsae.config import Json
+from dmsae.activations.store import Store
+from dmsae.config import Json, to_dict
 from dmsae.errors import DmsaeError, LostRankError, MeshError
 from dmsae.progress import SILENT, Progress
-from dmsae.sae.comms import ALONE, Comms, settled
+from dmsae.ranks import settled
+from dmsae.sae.comms import ALONE, Comms
 from dmsae.training.config import TrainConfig
 from dmsae.training.learner import SAESpec
-from dmsae.training.mesh import MeshConfig, join, leave
+from dmsae.training.mesh import MeshConfig, join, leave, require_same
 from dmsae.training.result import TrainResult
 from dmsae.training.trainer import train_together
 
 
-class Job(NamedTuple):
-    """A training, as the first rank sends it to the others."""
+class Job(Protocol):
+    """Something for all ranks to do, as the first one sends it to the others."""
 
+    def run(self, progress: Progress, comms: Comms) -> Any:
+        """Take part in it."""
+
+
+class _Harvest(NamedTuple):
+    harvest: Harvest
+
+    def run(self, progress: Progress, comms: Comms) -> Store:
+        require_same(to_dict(self.harvest.request), comms.both)
+        return self.harvest.run(comms.both)
+
+
+class _Training(NamedTuple):
     specs: Sequence[SAESpec]
     source: ActivationSource
     directory: Path
@@ -33,7 +49,6 @@ class Job(NamedTuple):
     made_from: Json | None
 
     def run(self, progress: Progress, comms: Comms) -> list[TrainResult]:
-        """Take part in the training."""
         return train_together(
             self.specs, self.source, self.directory, self.config, self.made_from, progress, comms=comms
         )
@@ -55,26 +70,38 @@ def train_on(
     progress: Progress = SILENT,
 ) -> list[TrainResult]:
     """Train SAEs together, as `train_together` does, with all ranks of a mesh whose first one calls this."""
-    job = Job(specs, source, directory, config, made_from)
+    where = directory.resolve() if comms.both.size > 1 else directory
+    result: list[TrainResult] = share(comms, _Training(specs, source, where, config, made_from), progress)
+    return result
+
+
+def harvest_on(comms: Comms, harvest: Harvest) -> Store:
+    """Return the store of a harvest, with its shards made by all ranks of a mesh whose first one calls this."""
+    store: Store = share(comms, _Harvest(harvest))
+    return store
+
+
+def share(comms: Comms, job: Job, progress: Progress = SILENT) -> Any:
+    """Do a job with all ranks of a mesh whose first one calls this, and return what it gives there."""
     if comms.both.size > 1:
-        job = job._replace(directory=directory.resolve())
         _send(job, comms)
     return job.run(progress, comms)
 
 
-def run_on_mesh(config: MeshConfig, device: str, settings: Json, command: Callable[[Comms], None]) -> None:
+def run_on_mesh(config: MeshConfig, device: str, settings: Json, command: Callable[[Comms], Any]) -> None:
     """Run a command with the mesh that torchrun has started, or alone; all ranks must have these settings."""
     comms = join(config, device, settings)
     if comms is ALONE:
         command(ALONE)
         return
     try:
-        _lead(comms, command) if comms.is_first else follow(comms)
+        lead(comms, command) if comms.is_first else follow(comms)
     finally:
         leave()
 
 
-def _lead(comms: Comms, command: Callable[[Comms], None]) -> None:
+def lead(comms: Comms, command: Callable[[Comms], Any]) -> None:
+    """Run a command on the first rank, with the others at hand for its jobs until it ends."""
     try:
         command(comms)
     except MeshError:
@@ -87,7 +114,7 @@ def _lead(comms: Comms, command: Callable[[Comms], None]) -> None:
 
 
 def follow(comms: Comms) -> None:
-    """Take part in every training that the first rank starts, until it has nothing more to do."""
+    """Take part in every job that the first rank has, until there is nothing more to do."""
     while True:
         sent = comms.both.of_first(b"")
         with settled(comms.both):

@@ -28,7 +28,8 @@ from dmsae.config import Json, require, require_whole
 from dmsae.devices import training_device
 from dmsae.disk.run import differences
 from dmsae.errors import ConfigError, DmsaeError, LostRankError, MeshError, first_line
-from dmsae.sae.comms import ALONE, Axis, Comms
+from dmsae.ranks import Axis
+from dmsae.sae.comms import ALONE, Comms
 
 T = TypeVar("T")
 
@@ -197,9 +198,14 @@ def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup
     return mine
 
 
+def started() -> int:
+    """Return how many processes torchrun has started; 1 when it has started none."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def _require_started(config: MeshConfig) -> None:
     """Raise unless as many processes were started as the mesh has places."""
-    n_started = int(os.environ.get("WORLD_SIZE", "1"))
+    n_started = started()
     if n_started == config.size:
         return
     asked = f"mesh.data × mesh.latents = {config.data} × {config.latents}"

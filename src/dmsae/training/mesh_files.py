@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmsae.disk.checkpoint import checksum
 from dmsae.errors import CheckpointError, first_line
-from dmsae.sae.comms import Axis
+from dmsae.ranks import Axis
 from dmsae.training.mesh import Group, talking
 
 REMEDY = "Remove it to resume from an earlier one, or from the beginning."

@@ -18,7 +18,8 @@ from dmsae.disk.run import stop_signals
 from dmsae.disk.tensor_stream import TensorStream
 from dmsae.errors import ConfigError, DmsaeError, LostRankError
 from dmsae.progress import Progress
-from dmsae.sae.comms import Comms, settled
+from dmsae.ranks import settled
+from dmsae.sae.comms import Comms
 from dmsae.sae.objective import BatchResult
 from dmsae.sae.sae import write_sae
 from dmsae.sae.sample import Sample

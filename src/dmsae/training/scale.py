@@ -7,7 +7,8 @@ from torch import Tensor
 
 from dmsae.activations.stream import ActivationStream
 from dmsae.errors import TrainingError
-from dmsae.sae.comms import ALONE, Axis, Comms, settled
+from dmsae.ranks import Axis, settled
+from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.variance import variance
 
 

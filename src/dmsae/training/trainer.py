@@ -25,7 +25,8 @@ from dmsae.disk.files import canonical_hash
 from dmsae.disk.run import claimed
 from dmsae.errors import CheckpointError
 from dmsae.progress import SILENT, Progress
-from dmsae.sae.comms import ALONE, Comms, settled
+from dmsae.ranks import settled
+from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.detectors import Detectors
 from dmsae.training.checkpoints import Checkpoints
