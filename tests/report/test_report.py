@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dmsae.cli import main
 from dmsae.errors import ConfigError
+from dmsae.report.figures import FIGURES
 from dmsae.report.latents import Scored, card
 from dmsae.report.markup import Markup, table, tag
 from dmsae.report.page import page
@@ -94,14 +95,15 @@ def test_a_report_of_everything(
     main(["distill", "--recipe", recipe, "--out", "run", "--train.tokens", "2560"])
     main(["transfer", "--recipe", recipe, "--core", "run", "--out", "saes", "--k", "6", "--train.tokens", "2560"])
     preset = ["--preset", "smoke", "--recipe", recipe, "--seeds", "0"]
-    main(["experiment", "selection", *preset, "--out", "experiment"])
+    main(["experiment", "all", *preset, "--out", "experiment"])
     main(["figures", "experiment"])
-    assert "experiment/figures/selection.svg" in capsys.readouterr().out
+    drawn = capsys.readouterr().out
+    assert all(f"experiment/figures/{name}.svg" in drawn for name in FIGURES)
     main(["report", "experiment", "run", "saes", "--to", "pages/report.html", "--latents", "3"])
     document = Path("pages/report.html").read_text(encoding="utf8")
     elements = parsed(document)
     assert elements.names.count("article") == min(3, json.loads(Path("run/summary.json").read_text())["n_distilled"])
-    assert elements.names.count("img") == 2, "the figures of the parts capped and selection"
+    assert elements.names.count("img") == len(FIGURES)
     assert "script" not in elements.names
     assert not re.findall(r"https?://", document), "a page that asks for nothing from elsewhere"
     text = " ".join(elements.text)
