@@ -20,8 +20,11 @@ from dmsae.activations.identity import ModelIdentity
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.shards import ShardMaker
 from dmsae.activations.splits import Split
+from dmsae.activations.store import Store
 from dmsae.activations.stream import ActivationStream, Cursor
 from dmsae.activations.token_sample import TokenSample
+from dmsae.cores.attribution import Attribution, AttributionConfig
+from dmsae.cores.scoring import attribute_on
 from dmsae.errors import DmsaeError, StoreError
 from dmsae.ranks import settled
 from dmsae.sae.comms import Comms
@@ -337,6 +340,20 @@ def harvest_here(comms: Comms, config: HarvestConfig, root: Path, broken: int | 
         except DmsaeError as error:
             return str(error)
     return "nothing"
+
+
+def score_here(comms: Comms, sae: Path, store: Path, config: AttributionConfig) -> Attribution | str | None:
+    """Return the scores that the first rank gets, or what each rank hears."""
+    scores: list[Attribution] = []
+
+    def command(on: Comms) -> None:
+        scores.append(attribute_on(on, SAE.load(sae), sae, Store.open(store), config, "cpu"))
+
+    try:
+        lead(comms, command) if comms.is_first else follow(comms)
+    except DmsaeError as error:
+        return f"{type(error).__name__}: {error}"
+    return scores[0] if scores else None
 
 
 class Hidden(Zipf):

@@ -17,6 +17,7 @@ and does not say where a row came from.
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -109,6 +110,10 @@ class Store:
         self.d_model = d_model
         self.records = records
         self.probe = probe
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to another process as what it takes to open the store there."""
+        return Store.open, (self.path.absolute(),)
 
     @classmethod
     def open(cls, path: Path) -> "Store":

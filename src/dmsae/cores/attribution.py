@@ -7,6 +7,7 @@ Candidates are the latents of the smallest reconstruction: the core and prefix-0
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import zip_longest
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +22,7 @@ from dmsae.cores.quantile import LargestValues, require_quantile
 from dmsae.disk import layout
 from dmsae.disk.artifact import Bound, read_artifact, write_artifact
 from dmsae.errors import AttributionError, CheckpointError, ConfigError, StoreError
+from dmsae.ranks import ONE, Axis, settled
 from dmsae.sae.sae import SAE
 from dmsae.sae.sparse import latent_offsets
 
@@ -164,8 +166,10 @@ def _require_consistent(path: Path, scores: Attribution) -> None:
 
 
 @torch.no_grad()
-def attribute(sae: SAE, store: Store, config: AttributionConfig | None = None) -> Attribution:
+def attribute(sae: SAE, store: Store, config: AttributionConfig | None = None, everyone: Axis = ONE) -> Attribution:
     """Return the gradient × activation scores of an SAE's candidate pool; the SAE takes activations as stored.
+
+    The ranks of an axis take turns with the batches, and all get the scores that one process would give.
 
     >>> sae = dmsae.SAE.load(run / "cycle-0" / "sae")
     >>> scores = dmsae.attribute(sae, store)
@@ -179,16 +183,25 @@ def attribute(sae: SAE, store: Store, config: AttributionConfig | None = None) -
     largest = LargestValues(n_pool, config.quantile, n_positions, sae.W_dec, keeps_owners=True)
     firing: _Firing | None = None
     resamples_active = config.quantile_over is QuantileOver.ACTIVE and config.n_bootstrap > 0
-    codes = CandidateCodes(sae)
-    for batch in store.batches(Split.PAIRS, config.batch_size):
-        x_BD, g_BD = batch["x"].to(sae.W_dec), batch["g"].to(sae.W_dec)
-        if not (torch.isfinite(x_BD).all() and torch.isfinite(g_BD).all()):
-            raise AttributionError(f"The store {store.key} holds (x, g) pairs that are not finite. Harvest it again.")
-        f_PB = codes(x_BD)
-        firing = firing or _Firing(n_pool, _n_contexts(store, batch), sae.W_dec.device, resamples_active)
-        contexts_B = firing.add(f_PB, batch.get("context"))
-        largest.add(f_PB.mul_(directions_PD @ g_BD.T).abs_(), contexts_B)
+    codes, are_finite = CandidateCodes(sae), True
+    with settled(everyone):
+        for index, batch in enumerate(store.batches(Split.PAIRS, config.batch_size)):
+            firing = firing or _Firing(n_pool, _n_contexts(store, batch), sae.W_dec.device, resamples_active)
+            if index % everyone.size != everyone.rank:
+                continue
+            x_BD, g_BD = batch["x"].to(sae.W_dec), batch["g"].to(sae.W_dec)
+            are_finite = bool(torch.isfinite(x_BD).all() and torch.isfinite(g_BD).all())
+            if not are_finite:
+                break
+            f_PB = codes(x_BD)
+            contexts_B = _contexts(batch, index * config.batch_size).to(f_PB.device, torch.int64)
+            firing.add(f_PB, contexts_B)
+            largest.add(f_PB.mul_(directions_PD @ g_BD.T).abs_(), contexts_B)
+    if not int(everyone.min_(torch.tensor(are_finite).int())):
+        raise AttributionError(f"The store {store.key} holds (x, g) pairs that are not finite. Harvest it again.")
     assert firing is not None, "the store holds pairs"
+    largest.merge_(everyone)
+    firing.merge_(everyone)
     n_fired_P = firing.n_fired_P
     scores = {
         QuantileOver.ALL: largest.quantiles(torch.full_like(n_fired_P, n_positions)).cpu(),
@@ -203,7 +216,7 @@ def attribute(sae: SAE, store: Store, config: AttributionConfig | None = None) -
         facts={"method": "gradient_x_activation", "config": to_dict(config), "store": store.key},
         scores_all_P=scores[QuantileOver.ALL],
         scores_active_P=scores[QuantileOver.ACTIVE],
-        mean_activations_P=(firing.sum_P / n_fired_P.clamp(min=1)).cpu(),
+        mean_activations_P=(firing.total_P() / n_fired_P.clamp(min=1)).cpu(),
         bootstrap_XP=bootstrap_scores(largest, samples_PN, config.n_bootstrap) if config.n_bootstrap else None,
     )
 
@@ -215,22 +228,36 @@ class _Firing:
         self.n_fired_P = torch.zeros(n_pool, dtype=torch.int64, device=device)
         self.n_fired_PN = torch.zeros(n_pool, n_contexts, dtype=torch.int32, device=device) if by_context else None
         self.n_positions_N = torch.zeros(n_contexts, dtype=torch.int64, device=device)
-        self.sum_P = torch.zeros(n_pool, dtype=torch.float64, device=device)
-        self._n_seen = 0
+        self._sums_P: list[Tensor] = [torch.zeros(n_pool, dtype=torch.float64, device=device)]
 
-    def add(self, f_PB: Tensor, contexts_B: Tensor | None) -> Tensor:
-        """Take in a batch, and return the context of each position; without text, every position is one of its own."""
-        if contexts_B is None:
-            contexts_B = torch.arange(self._n_seen, self._n_seen + f_PB.shape[1])
-        self._n_seen += f_PB.shape[1]
-        contexts_B = contexts_B.to(f_PB.device, torch.int64)
+    def add(self, f_PB: Tensor, contexts_B: Tensor) -> None:
+        """Take in a batch and the context of each position."""
         fires_PB = f_PB > 0
         self.n_fired_P += fires_PB.sum(1)
         if self.n_fired_PN is not None:
             self.n_fired_PN.index_add_(1, contexts_B, fires_PB.to(torch.int32))
         self.n_positions_N.index_add_(0, contexts_B, torch.ones_like(contexts_B))
-        self.sum_P += f_PB.sum(1, dtype=torch.float64)
-        return contexts_B
+        self._sums_P.append(f_PB.sum(1, dtype=torch.float64))
+
+    def merge_(self, everyone: Axis) -> None:
+        """Take in what all ranks of an axis have taken in, which took turns with the batches."""
+        for counts in (self.n_fired_P, self.n_positions_N, self.n_fired_PN):
+            if counts is not None:
+                everyone.sum_(counts)
+        by_rank = [list(sums) for sums in everyone.gather(torch.stack(self._sums_P))]
+        self._sums_P = [one for turn in zip_longest(*by_rank) for one in turn if one is not None]
+
+    def total_P(self) -> Tensor:
+        """Return the sum of each candidate's activations, in the order of the batches: then it rounds in one way."""
+        total_P = torch.zeros_like(self._sums_P[0])
+        for sum_P in self._sums_P:
+            total_P += sum_P
+        return total_P
+
+
+def _contexts(batch: Shard, first: int) -> Tensor:
+    """Return the context of each position, of which `first` is the first; without text, each is one of its own."""
+    return batch["context"] if "context" in batch else torch.arange(first, first + len(batch["x"]))
 
 
 def _n_contexts(store: Store, batch: Shard) -> int:

@@ -1,7 +1,8 @@
 """Exact quantiles of many streams at once, from the few largest values of each.
 
 A high quantile of N values needs only the N − ⌊q·(N − 1)⌋ largest, about (1 − q)·N of them. The values here are not
-negative and mostly zero, so what was never added counts as zero.
+negative and mostly zero, so what was never added counts as zero. The largest of several processes together are among
+the largest of each, so they are found exactly from what each has kept.
 """
 
 import math
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dmsae.config import require
+from dmsae.ranks import Axis
 
 
 def n_above(quantile: float, n_samples: int) -> int:
@@ -52,6 +54,19 @@ class LargestValues:
         # Looking through as many new values as are kept makes the price per value independent of how many are kept.
         if self._n_pending >= self._n_kept:
             self._prune()
+
+    def merge_(self, everyone: Axis) -> None:
+        """Keep the largest of what all ranks of an axis have kept: those of all values that were added on any of them.
+
+        Of equal values, those stay that `torch.topk` happens to keep; it may differ from one process in their owners.
+        """
+        self._prune()
+        if everyone.size == 1:
+            return
+        values = torch.cat(everyone.gather(self._largest.T.contiguous())).T
+        self._largest, places = values.topk(min(self._n_kept, values.shape[1]), dim=1)
+        if self._owners is not None:
+            self._owners = torch.cat(everyone.gather(self._owners.T.contiguous())).T.gather(1, places)
 
     def quantiles(self, n_samples_R: Tensor) -> Tensor:
         """Return each row's quantile of `n_samples_R` values, in float64, linearly interpolated; 0 for a row of none.

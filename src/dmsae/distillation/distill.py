@@ -16,10 +16,11 @@ from dmsae.activations.sources import ActivationSource, StoreSource
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Store
 from dmsae.config import Json, to_dict
-from dmsae.cores.attribution import Attribution, attribute
+from dmsae.cores.attribution import Attribution
 from dmsae.cores.controls import RandomKind, random_core, random_detectors
 from dmsae.cores.core import Core, Provenance
 from dmsae.cores.norms import with_norm
+from dmsae.cores.scoring import attribute_on
 from dmsae.cores.selection import SelectionReport, distilled_core, next_core, report_selection
 from dmsae.devices import training_device
 from dmsae.disk import layout
@@ -99,7 +100,7 @@ def distill(
             try:
                 previous = cores[-1] if cores else None
                 sae = _train(config, store, source, here, cycle, previous, progress, comms)
-                attribution = _score(config, store, here, sae, cycle)
+                attribution = _score(config, store, here, sae, cycle, comms)
                 cores.append(_select(config, store, here, sae, attribution, previous))
                 selection = _selection(config, attribution)
             except CycleFailed as error:
@@ -177,12 +178,11 @@ def _fitting(config: DistillConfig, store: Store, core: Core | None, cycle: int)
         raise CycleFailed(cycle, cause, remedy) from error
 
 
-def _score(config: DistillConfig, store: Store, here: Path, sae: SAE, cycle: int) -> Attribution:
+def _score(config: DistillConfig, store: Store, here: Path, sae: SAE, cycle: int, comms: Comms) -> Attribution:
     if layout.has_artifact(here, layout.ATTRIBUTION):
         return Attribution.load(here)
-    device = training_device(config.train.device)
     try:
-        attribution = attribute(sae.to(device), store, config.attribution)
+        attribution = attribute_on(comms, sae, here / layout.SAE, store, config.attribution, config.train.device)
     except AttributionError as error:
         raise CycleFailed(cycle, f"cannot be scored: {error}", "Change it in a new directory.") from error
     attribution.save(here, bound(here, here / layout.SAE / f"{layout.SAE}.json"))

@@ -24,11 +24,12 @@ from dmsae.distillation.matching import require_matching
 from dmsae.errors import ConfigError
 from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.progress import SILENT, Progress
+from dmsae.ranks import settled
 from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.config import CoreConfig, CoreMode, SAEConfig, core_first, matryoshka_nesting
 from dmsae.sae.detectors import detect
 from dmsae.training.config import TrainConfig
-from dmsae.training.crew import train_on
+from dmsae.training.crew import share, train_on
 from dmsae.training.learner import SAESpec
 from dmsae.training.result import TrainResult
 
@@ -227,15 +228,33 @@ def transfer(
         made_from |= {"heldout_store": store.key}
     specs = sae_specs(config, core, store, beside)
     results = train_on(comms, specs, source or StoreSource(store), directory, config.train, made_from, progress)
-    keep_fidelity(directory, results, store, config.train.device, progress)
+    keep_fidelity(directory, results, store, config.train.device, progress, comms)
     return results
 
 
-def keep_fidelity(run: Path, results: list[TrainResult], store: Store, device: str, progress: Progress) -> None:
-    """Measure the held-out figures of each SAE of a run, unless that has been done, and keep them beside it."""
+def keep_fidelity(
+    run: Path, results: list[TrainResult], store: Store, device: str, progress: Progress, comms: Comms = ALONE
+) -> None:
+    """Measure the held-out figures of each SAE of a run, unless that has been done, and keep them beside it.
+
+    The ranks of a mesh whose first one calls this share the SAEs among them.
+    """
+    saes = [result.directory.absolute() if comms.both.size > 1 else result.directory for result in results]
     with claimed(run, read_settings(run)):
-        for result in results:
-            kept_fidelity(result.directory, store, training_device(device), progress)
+        share(comms, _Measurement(saes, store, device), progress)
+
+
+class _Measurement(NamedTuple):
+    """The held-out figures of SAEs, as a job for all ranks."""
+
+    saes: list[Path]
+    store: Store
+    device: str
+
+    def run(self, progress: Progress, comms: Comms) -> None:
+        with settled(comms.both):
+            for directory in self.saes[comms.both.rank :: comms.both.size]:
+                kept_fidelity(directory, self.store, training_device(self.device), progress)
 
 
 def require_latents(core: Core) -> None:
