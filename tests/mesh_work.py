@@ -25,6 +25,7 @@ from dmsae.activations.stream import ActivationStream, Cursor
 from dmsae.activations.token_sample import TokenSample
 from dmsae.cores.attribution import Attribution, AttributionConfig
 from dmsae.cores.scoring import attribute_on
+from dmsae.distillation.distill import DistillConfig, distill
 from dmsae.errors import DmsaeError, StoreError
 from dmsae.ranks import settled
 from dmsae.sae.comms import Comms
@@ -354,6 +355,11 @@ def score_here(comms: Comms, sae: Path, store: Path, config: AttributionConfig) 
     except DmsaeError as error:
         return f"{type(error).__name__}: {error}"
     return scores[0] if scores else None
+
+
+def distill_here(comms: Comms, config: DistillConfig, store: Path, directory: Path) -> None:
+    """Distill a core."""
+    lead(comms, lambda on: distill(config, Store.open(store), directory, comms=on)) if comms.is_first else follow(comms)
 
 
 class Hidden(Zipf):
