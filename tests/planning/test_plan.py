@@ -77,6 +77,16 @@ def test_one_process_sends_nothing_and_trains_its_own_cycle_0() -> None:
     assert stages[2].hours == pytest.approx(2 * 10 * 3.6 / 3600)
 
 
+@pytest.mark.usefixtures("_no_steps")
+def test_what_ranks_share_falls_with_their_number_and_what_each_loads_whole_does_not() -> None:
+    sections = read_sections("gemma-2-2b")
+    given = sections.harvest, sections.distill, sections.transfer, GEMMA
+    one, two, many = (plan(*given, MeshConfig(latents=n), None, 3600.0).stages for n in (1, 2, 64))
+    assert [stages[0].hours for stages in (one, two, many)] == [1, 0.5, 1 / 64]
+    assert two[1].device_bytes == pytest.approx((one[1].device_bytes or 0) / 2, rel=0.1)
+    assert (many[1].device_bytes or 0) > 8 * 65_536 * 2304  # encoder and decoder, to score the trained SAE
+
+
 def test_a_step_takes_time_and_wide_ones_are_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step_seconds(SAEConfig(16, 64, 4, (8, 64)), 32, "cpu") > 0
     monkeypatch.setattr("dmsae.planning.probe._measured", lambda width, *_: 1 + width / 1000)

@@ -15,7 +15,7 @@ from dmsae.planning.probe import seconds_by_k
 from dmsae.sae.comms import step_bytes
 from dmsae.sae.config import SAEConfig
 from dmsae.training.config import TrainConfig
-from dmsae.training.memory import TrainingMemory, fitting_together, training_memory
+from dmsae.training.memory import TrainingMemory, fitting_together, saved_bytes, training_memory, whole_bytes
 from dmsae.training.mesh import MeshConfig
 
 CORE_SHARE = 0.1
@@ -60,11 +60,11 @@ def plan(
     """Return what the stages of a recipe need.
 
     `available` is the memory of each device, by which the SAEs of a transfer are spread over passes. `harvest_seconds`
-    are from a measured dry run. Hours of training are those of one device like this one, divided by the data ranks.
+    are from a measured dry run. Hours are those of one device like this one, divided by the ranks.
     """
     block = harvest.shard_tokens * facts.d_model * torch_dtype(harvest.dtype).itemsize
     first = distill.sae(facts.d_model, 0)
-    stages = [_harvest(harvest, facts, harvest_seconds)]
+    stages = [_harvest(harvest, facts, None if harvest_seconds is None else harvest_seconds / mesh.size)]
     stages += _cycles(distill, first, mesh, block, device)
     saes = _transferred(transfer, facts.d_model)
     together = len(saes)
@@ -120,8 +120,10 @@ def _training(
     wire = max(
         step_bytes(train.batch_size, sae.d_model, sae.width, len(sae.prefixes), mesh.data, mesh.latents) for sae in saes
     )
-    disk = sum(4 * (2 * sae.d_model + 2) * sae.width for sae in saes)
-    return Stage(name, what, memory.device, memory.stream, disk, wire, total / 3600)
+    disk = sum(map(saved_bytes, saes))
+    # With many parts, what comes after the training takes more than a part of the training.
+    device_bytes = max(memory.device, *(whole_bytes(sae, train.batch_size) for sae in saes))
+    return Stage(name, what, device_bytes, memory.stream, disk, wire, total / 3600)
 
 
 def _transferred(config: TransferConfig, d_model: int) -> list[SAEConfig]:

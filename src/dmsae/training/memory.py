@@ -68,6 +68,16 @@ def step_bytes(sae: SAEConfig, n_tokens: int, n_latents: int = 1) -> int:
     return batch + core + max(block + 2 * candidates, _SORTED * survivors + gradients)
 
 
+def whole_bytes(sae: SAEConfig, n_tokens: int) -> int:
+    """Return what it takes to score a trained SAE on so many tokens at a time: every rank loads the whole of it."""
+    return saved_bytes(sae) + step_bytes(sae, n_tokens)
+
+
+def saved_bytes(sae: SAEConfig) -> int:
+    """Return the size of an SAE's weights, biases and thresholds, in memory and in its file."""
+    return 4 * (2 * sae.d_model + 2) * sae.width
+
+
 def fitting_together(saes: Sequence[SAEConfig], batch_size: int, mesh: MeshConfig, available: int) -> int:
     """Return how many of some SAEs, in their order, can be trained together in so many bytes; at least 1."""
     for n in range(len(saes), 1, -1):
