@@ -1,7 +1,8 @@
 """Peak memory of a training process beside what the plan says, at several sizes and meshes.
 
-Each row is a training of a few steps in processes of its own; a rank's memory is what its peak exceeds the same process
-after a training of nothing much. The last line is one JSON object.
+Each row is a training of a few steps in processes of its own, with a checkpoint after each step, to the saved SAEs; a
+rank's memory is what its peak exceeds the same process after a training of nothing much. The last line is one JSON
+object.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def work(d_model: int, width: int, k: int, n: int, data: int, latents: int) -> N
         x = torch.randn(2 * BATCH, d_model, generator=torch.Generator().manual_seed(0))
         before = peak()
         saes = [SAEConfig(d_model, width, k, matryoshka_nesting(width))] * n
-        recipe = TrainConfig(tokens=4 * BATCH, batch_size=BATCH, norm_batches=1, device="cpu")
+        recipe = TrainConfig(tokens=4 * BATCH, batch_size=BATCH, norm_batches=1, checkpoint_seconds=0, device="cpu")
         specs = [SAESpec(f"sae-{i}", sae) for i, sae in enumerate(saes)]
         train_together(specs, as_source(x), Path(place) / "saes", recipe, comms=comms)
         needed = training_memory(saes, BATCH, mesh, x.nbytes)

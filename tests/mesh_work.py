@@ -36,6 +36,7 @@ from dmsae.sae.sae import SAE, write_sae
 from dmsae.sae.selection import keep_largest_of_rows_, nth_largest
 from dmsae.sae.shard import gathered, owned_rows, shard
 from dmsae.sae.variance import variance
+from dmsae.training import mesh_files
 from dmsae.training.checkpoints import Checkpoints
 from dmsae.training.config import TrainConfig
 from dmsae.training.crew import follow, harvest_on, lead, run_on_mesh, train_on
@@ -264,7 +265,8 @@ def save_parts(comms: Comms, directory: Path, tensors: dict[str, Tensor], starts
         name: tensor[owned_rows(starts[name], comms.latents.rank, comms.latents.size)] if name in starts else tensor
         for name, tensor in tensors.items()
     }
-    Checkpoints(directory, starts, comms).save(n, mine, {"step": n})
+    with patch.object(mesh_files, "_LARGE_BYTES", 64):
+        Checkpoints(directory, starts, comms).save(n, mine, {"step": n})
 
 
 def load_parts(comms: Comms, directory: Path, starts: dict[str, int]) -> tuple[dict[str, Tensor], Any]:

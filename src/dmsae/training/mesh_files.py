@@ -13,6 +13,8 @@ from dmsae.errors import CheckpointError, first_line
 from dmsae.ranks import Axis
 from dmsae.training.mesh import Group, talking
 
+_LARGE_BYTES = 1 << 24
+
 REMEDY = "Remove it to resume from an earlier one, or from the beginning."
 
 
@@ -23,7 +25,8 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], everyone: Axis) -> 
     from torch.distributed.checkpoint.state_dict_saver import save
 
     assert isinstance(everyone, Group)
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    files = _files(everyone.of_each({key: tensor.nbytes for key, tensor in tensors.items()}))
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
     try:
         with talking():
             save(dict(tensors), storage_writer=writer, process_group=everyone.process_group)
@@ -32,6 +35,16 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], everyone: Axis) -> 
             f"{folder} could not be written: {_cause(error)}. Make room on the disk and run the same command again: it "
             "resumes from the last checkpoint, if there is one."
         ) from error
+
+
+def _files(sizes: list[dict[str, int]]) -> dict[str, int]:
+    """Return the number of the file that each tensor goes into: large ones each have one of their own.
+
+    While a file is written, torch.distributed.checkpoint holds two copies of all that is in it.
+    """
+    large = sorted({key for one in sizes for key, size in one.items() if size >= _LARGE_BYTES})
+    numbers = {key: 1 for one in sizes for key in one}
+    return numbers | {key: number for number, key in enumerate(large, start=2)}
 
 
 def read_parts(folder: Path, keys: list[str], sums: Mapping[str, int]) -> list[Tensor]:
