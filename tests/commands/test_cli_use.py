@@ -16,6 +16,7 @@ from dmsae.config import to_dict
 from dmsae.cores.core import Core
 from dmsae.distillation.in_use import take_in_use
 from dmsae.errors import CheckpointError
+from dmsae.formats.exchange import export_sae
 from dmsae.interventions.intervention import Intervention
 from dmsae.interventions.reading import Reading, read
 from dmsae.interventions.steering import steer
@@ -171,16 +172,31 @@ def test_without_a_store_an_sae_is_read_and_what_is_not_known_is_said(
     assert again == expected
 
 
+def test_an_export_knows_its_model_and_hook_too(
+    run: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    export_sae(run / "cycle-1" / "sae", "saelens", tmp_path / "theirs")  # without the model's path on this machine
+    arguments = ["read", TEXT, "--sae", str(tmp_path / "theirs"), "--device", "cpu", "--model", str(tiny_model)]
+    assert "of the core fire on 5 tokens" in printed(arguments, capsys)[0][0]
+    assert "The models differ" in refused([*arguments, "--hook", "1"], capsys)
+
+
 @pytest.mark.parametrize(
-    "made_from", [{}, {"model": to_dict(ModelIdentity.imported("cells"))}], ids=["none", "imported"]
+    ("made_from", "what"),
+    [
+        ({}, "does not say which model and hook it was made from"),
+        ({"model": to_dict(ModelIdentity.imported("cells"))}, "was trained on imported activations"),
+    ],
+    ids=["none", "imported"],
 )
 def test_an_sae_that_names_no_model_needs_one(
-    made_from: dict[str, object], tiny_model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    made_from: dict[str, object], what: str, tiny_model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     random_sae(SAEConfig(16, 32, 4, (8, 32)), threshold=0.3).save(tmp_path / "sae", made_from)
     random_sae(SAEConfig(24, 32, 4, (8, 32))).save(tmp_path / "wide", made_from)
     message = refused(["read", TEXT, "--sae", str(tmp_path / "sae"), "--model", str(tiny_model)], capsys)
-    assert "does not say which model and hook it was made from. Give both, with --model and --hook." in message
+    assert what in message
+    assert "Give both, with --model and --hook." in message
     given = ["--model", str(tiny_model), "--hook", "1", "--device", "cpu"]
     lines, _ = printed(["read", TEXT, "--sae", str(tmp_path / "sae"), *given], capsys)
     assert "of 32 latents fire on 5 tokens; the strongest 8:" in lines[0]

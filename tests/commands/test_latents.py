@@ -102,7 +102,8 @@ def test_without_its_sae_a_core_is_listed(run: Path, capsys: pytest.CaptureFixtu
     Core.load(run).save(tmp_path / "alone")
     lines, notes = shown([str(tmp_path / "alone"), "--top", "2"], capsys)
     assert "No more is known of these latents: The SAE that this core was selected from is not in" in notes
-    assert [line.partition(",")[0].partition(" a")[0] for line in lines if ". attribution" in line] == ["0.", "1."]
+    numbers = [line.partition("(number ")[2].partition(" ")[0] for line in lines if ": attribution" in line]
+    assert numbers == ["0", "1"]
 
 
 def test_an_sae_gets_figures_and_tokens_too(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_a_latent_that_is_on_more_than_half_the_time_is_marked(
     rate: float, marked: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     latents._print_latent("latent 7", facts(rate, "a"))
-    assert ("(ALWAYS ON)" in capsys.readouterr().out) is marked
+    assert ("(ON MOST TOKENS)" in capsys.readouterr().out) is marked
 
 
 def test_a_core_selected_anew_is_shown_from_anywhere(

@@ -106,7 +106,7 @@ def test_without_a_store_or_a_model_the_rest_is_there(run: Path, store: Store, m
     sae = SAE.load(run / "cycle-1")
     (alone,) = describe_latents(sae, [3], None)
     assert alone == LatentFacts(3, None, None, [], [], [], [])
-    assert not alone.is_always_on
+    assert not alone.is_mostly_on
     (no_store,) = describe_latents(sae, [3], None, model)
     assert (no_store.firing_rate, len(no_store.promoted)) == (None, 5)
     (no_model,) = describe_latents(sae, [3], store)

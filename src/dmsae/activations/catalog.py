@@ -53,9 +53,9 @@ def summary_of(store: Path) -> Summary:
     return Summary(store.name, state, model, hook, source, rows, size)
 
 
-def find_store(key: str, root: Path | None = None) -> Path:
+def find_store(key: str, root: Path | str | None = None) -> Path:
     """Return the path of the one store whose key begins with `key`."""
-    root = root or layout.stores_directory()
+    root = Path(root or layout.stores_directory())
     known = [path.name for path in _paths(root)]
     matches = [name for name in known if name.startswith(key)]
     if len(matches) == 1:

@@ -87,7 +87,7 @@ class Harvest:
             with settled(everyone, patiently=True):
                 if everyone.rank == 0:
                     held.enter_context(store_lock(self.path))
-                    begun = self._begin()
+                    begun = self._begin(everyone.size)
             finished = everyone.of_first(dict(begun.writer.records) if begun else None)
             if finished is not None:
                 with settled(everyone):
@@ -162,13 +162,13 @@ class Harvest:
         with settled(everyone):
             return Store.open(self.path)
 
-    def _begin(self) -> "_Begun | None":
+    def _begin(self, n_ranks: int) -> "_Begun | None":
         """Do what comes before the shards, and is done once; None when another process has just finished the store."""
         if is_complete(self.path):
             return None
         writer = StoreWriter(self.path, self.request, self._progress)
         estimate = self.estimate(self._stored_contexts(writer))
-        self._announce(writer, estimate)
+        self._announce(writer, estimate, n_ranks)
         return _Begun(writer, estimate)
 
     def _contexts_of(self, records: Mapping[str, FileRecord], split: Split) -> Contexts:
@@ -187,7 +187,7 @@ class Harvest:
             raise
         return {split: self._contexts_of(writer.records, split) for split in Split}
 
-    def _announce(self, writer: StoreWriter, estimate: Estimate) -> None:
+    def _announce(self, writer: StoreWriter, estimate: Estimate, n_ranks: int) -> None:
         """Report what is left to do, and raise when it does not fit on the disk."""
         size_bytes, seconds = 0, 0.0
         done = rows_by_split(writer.records.values())
@@ -199,7 +199,8 @@ class Harvest:
         n_shards = len(writer.records) - len(Split)
         resumed = f"{n_shards} shards were finished earlier, " if n_shards else ""
         self._progress.note(
-            f"Store {self.path.name}: {resumed}{human_bytes(size_bytes)} to write, about {human_seconds(seconds)}."
+            f"Store {self.path.name}: {resumed}{human_bytes(size_bytes)} to write, about "
+            f"{human_seconds(seconds / n_ranks)}."
         )
 
     def _fill(
@@ -231,10 +232,12 @@ class Harvest:
                         pending = background.submit(add, shard_file(split, mine.number), stored, dropped)
                         if everyone.size > 1:  # before the first rank can note it, it must be there
                             record = pending.result()
-                for other, theirs in zip(turn[1:], everyone.of_each(record)[1:], strict=False):
-                    if writer and theirs:
-                        writer.note(theirs)
-                        bar.advance(other.quota)
+                records = everyone.of_each(record)
+                with settled(everyone):
+                    for other, theirs in zip(turn[1:], records[1:], strict=False):
+                        if writer and theirs:
+                            writer.note(theirs)
+                            bar.advance(other.quota)
             if pending is not None:
                 pending.result()
 
@@ -267,11 +270,11 @@ class _Missing(NamedTuple):
     quota: int
 
 
-def harvest(config: HarvestConfig, root: Path | None = None, progress: Progress = SILENT) -> Store:
+def harvest(config: HarvestConfig, root: Path | str | None = None, progress: Progress = SILENT) -> Store:
     """Return the store that `config` describes, harvesting what is missing of it.
 
     >>> store = dmsae.harvest(tiny_harvest)
     >>> dmsae.harvest(tiny_harvest).key == store.key  # the same request is never harvested twice
     True
     """
-    return Harvest(config, root, progress).run()
+    return Harvest(config, None if root is None else Path(root), progress).run()

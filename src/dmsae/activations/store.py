@@ -223,7 +223,7 @@ class Store:
                 yield record, str(error)
 
 
-def open_store(key: str | Path, root: Path | None = None) -> Store:
+def open_store(key: str | Path, root: Path | str | None = None) -> Store:
     """Open a store by its path, or by its key or the first letters of it under a root.
 
     >>> dmsae.open_store(store.path).key == store.key

@@ -76,11 +76,13 @@ def _chance(place: Path, core: "Core", root: Path | None) -> "tuple[str, Tensor]
 
 
 def _pairs_table(a: "Core", b: "Core", nearest: "Nearest", n_pairs: int) -> Table:
-    """Return the first latents of one core, by attribution, beside their nearest in the other."""
+    """Return the first latents of one core, by attribution, beside their nearest in the other; both count from 0."""
     table = plain_table("first", "born", "nearest in second", "born", "cosine")
     for i, (cosine, j) in enumerate(zip(nearest.cosine_C[:n_pairs].tolist(), nearest.index_C.tolist(), strict=False)):
         born = [f"cycle {core.lineage[at].birth_cycle}" for core, at in ((a, i), (b, j))]
-        table.add_row(str(i + 1), born[0], str(j + 1), born[1], f"{cosine:.3f}")
+        table.add_row(str(i), born[0], str(j), born[1], f"{cosine:.3f}")
+    if len(a) > n_pairs:
+        table.caption = f"{n_pairs} of {len(a)}; all with --pairs {len(a)}"
     return table
 
 

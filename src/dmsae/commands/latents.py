@@ -72,13 +72,12 @@ def _show_core(place: Path, top: int, wanted: "DescriptionConfig", root: Path | 
     for i, one in enumerate(facts):
         lineage, score = core.lineage[i], float(core.scores_C[i])
         _print_latent(
-            f"{i}. attribution {score:.3g}, latent {int(core.slots_C[i])}, born in cycle {lineage.birth_cycle} as "
-            f"latent {lineage.birth_index}, selected {len(lineage.selected_in)} times",
+            f"latent {int(core.slots_C[i])} (number {i} of the core): attribution {score:.3g}, {lineage.told()}",
             one,
         )
     out.print(
-        "\nNumbers in front: the latent's index in every SAE trained from this core. »latent«: its index in the SAE "
-        f"of cycle {core.cycle}, which the core was selected from."
+        f"\nA latent's index is that in the SAE of cycle {core.cycle}, which the core was selected from; 'dmsae read' "
+        "and 'dmsae steer' take it.\nIts number is its index in every SAE trained from this core."
     )
     _print_legend(facts)
 
@@ -129,7 +128,7 @@ def _activity(facts: "LatentFacts") -> str:
         return ""
     if not facts.firing_rate:
         return "; fires on no token"
-    mark = " (ALWAYS ON)" if facts.is_always_on else ""
+    mark = " (ON MOST TOKENS)" if facts.is_mostly_on else ""
     return f"; fires on {100 * facts.firing_rate:.1f} % of tokens, mean {facts.mean_activation:.1f}{mark}"
 
 

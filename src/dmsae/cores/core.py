@@ -43,6 +43,11 @@ class Lineage:
         """What makes this latent the same one across cycles."""
         return self.birth_cycle, self.birth_index
 
+    def told(self) -> str:
+        """Return it in words."""
+        times = {1: "once", 2: "twice"}.get(len(self.selected_in), f"{len(self.selected_in)} times")
+        return f"born in cycle {self.birth_cycle} as latent {self.birth_index}, selected {times}"
+
 
 @dataclass(frozen=True, slots=True)
 class Provenance:

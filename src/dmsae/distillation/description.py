@@ -48,7 +48,7 @@ class LatentFacts(NamedTuple):
     """Held-out text where it fires, drawn at random."""
 
     @property
-    def is_always_on(self) -> bool:
+    def is_mostly_on(self) -> bool:
         """Whether it fires on more than half of the positions."""
         return self.firing_rate is not None and self.firing_rate > 0.5
 

@@ -68,10 +68,12 @@ def _load_model(found: FoundSAE, model: str, hook: str, device: str, progress: P
     recorded = from_dict(ModelIdentity, facts) if facts else None
     if recorded is None or recorded == ModelIdentity.imported(recorded.name):
         if not (model and hook):
-            raise ConfigError(
-                f"{found.directory} does not say which model and hook it was made from. Give both, with --model and "
-                "--hook."
+            what = (
+                "does not say which model and hook it was made from"
+                if recorded is None
+                else "was trained on imported activations, whose model and hook are not recorded"
             )
+            raise ConfigError(f"{found.directory} {what}. Give both, with --model and --hook.")
         return BaseModel.load(ModelConfig(name=model, hook=hook, device=device), progress=progress)
     settings = {name: to_dict(recorded)[name] for name in ("name", "revision", "hook", "dtype")}
     settings |= {"name": model, "revision": ""} if model else {}
@@ -82,7 +84,6 @@ def _load_model(found: FoundSAE, model: str, hook: str, device: str, progress: P
         identity,
         f"the SAE in {found.directory}",
         "what would run",
-        "Say with --model where its model is, and leave out --hook. Functions (dmsae.read, dmsae.steer) take any model "
-        "of its width.",
+        "Say with --model where its model is, and leave out --hook.",
     )
     return BaseModel.load(config, identity, progress)

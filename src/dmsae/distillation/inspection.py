@@ -17,6 +17,7 @@ from dmsae.distillation.matching import RESELECTED, open_store_of, recorded_run
 from dmsae.distillation.status import n_cycles
 from dmsae.errors import CheckpointError, ModelError
 from dmsae.formats import load_any
+from dmsae.formats.exchange import made_from
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.sae import SAE, read_made_from
 
@@ -51,7 +52,8 @@ def find_sae(place: Path) -> FoundSAE:
     if directory is None and has_core(place):
         directory = sae_of(place, Core.load(place))
     if directory is None:
-        return FoundSAE(load_any(place).sae, place, {})
+        imported = load_any(place)
+        return FoundSAE(imported.sae, place, made_from(imported, str(place)))
     return FoundSAE(SAE.load(directory), directory, read_made_from(directory))
 
 

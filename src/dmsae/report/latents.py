@@ -54,16 +54,15 @@ def card(place: int, core: Core, facts: LatentFacts, scored: Scored) -> Markup:
     """Return all that is known of one core latent."""
     lineage = core.lineage[place]
     interval = "" if scored.low is None else f" (95 % interval {scored.low:.3g} to {scored.high:.3g})"
-    born = f"born in cycle {lineage.birth_cycle} as latent {lineage.birth_index}"
-    told = f"attribution {scored.score:.3g}{interval}; {born}, selected {len(lineage.selected_in)} times"
+    told = f"attribution {scored.score:.3g}{interval}; {lineage.told()}"
     activity: list[object] = []
     if facts.firing_rate is not None and facts.mean_activation is not None:
         activity.append(f"fires on {100 * facts.firing_rate:.2g} % of tokens, mean {facts.mean_activation:.3g} ")
-    if facts.is_always_on:
-        activity.append(tag("span", "ALWAYS ON", class_="always"))
+    if facts.is_mostly_on:
+        activity.append(tag("span", "ON MOST TOKENS", class_="always"))
     return tag(
         "article",
-        tag("h3", f"{place + 1}. latent {facts.latent}"),
+        tag("h3", f"latent {facts.latent} (number {place} of the core)"),
         tag("p", told, class_="soft"),
         tag("p", *activity, class_="soft"),
         _tokens("promotes", facts.promoted),
