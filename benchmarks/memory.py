@@ -61,8 +61,7 @@ def work(d_model: int, width: int, k: int, n: int, data: int, latents: int) -> N
         recipe = TrainConfig(tokens=4 * BATCH, batch_size=BATCH, norm_batches=1, checkpoint_seconds=0, device="cpu")
         specs = [SAESpec(f"sae-{i}", sae) for i, sae in enumerate(saes)]
         train_together(specs, as_source(x), Path(place) / "saes", recipe, comms=comms)
-        needed = training_memory(saes, BATCH, mesh, x.nbytes)
-        foreseen = needed.device + needed.stream
+        foreseen = training_memory(saes, BATCH, mesh, x.nbytes).process
         # In one piece, newline included: the ranks write to one pipe, and without a buffer.
         sys.stdout.write(json.dumps({"before": before, "peak": peak(), "foreseen": foreseen}) + "\n")
         sys.stdout.flush()

@@ -123,7 +123,7 @@ def _training(
     disk = sum(map(saved_bytes, saes))
     # With many parts, what comes after the training takes more than a part of the training.
     device_bytes = max(memory.device, *(whole_bytes(sae, train.batch_size) for sae in saes))
-    return Stage(name, what, device_bytes, memory.stream, disk, wire, total / 3600)
+    return Stage(name, what, device_bytes, memory.stream + memory.checkpoint, disk, wire, total / 3600)
 
 
 def _transferred(config: TransferConfig, d_model: int) -> list[SAEConfig]:

@@ -30,11 +30,18 @@ class TrainingMemory(NamedTuple):
     """What the step of the largest of them needs besides."""
     stream: int
     """Blocks of stored activations that are read ahead; in the memory of the host, also beside a GPU."""
+    checkpoint: int
+    """Two copies of the largest tensor, between steps, while a mesh writes a checkpoint; in the memory of the host."""
 
     @property
     def device(self) -> int:
-        """Bytes where the SAEs are."""
+        """Bytes where the SAEs are, if that is a GPU."""
         return self.kept + self.step
+
+    @property
+    def process(self) -> int:
+        """Bytes of a rank that trains on a CPU; what a step has freed is seldom of use to a checkpoint."""
+        return self.kept + self.step + self.checkpoint + self.stream
 
 
 def training_memory(
@@ -43,7 +50,8 @@ def training_memory(
     """Return what one rank of a mesh needs to train SAEs together, from a store whose blocks have so many bytes."""
     kept = sum(kept_bytes(sae, mesh.latents) for sae in saes)
     step = max((step_bytes(sae, batch_size // mesh.data, mesh.latents) for sae in saes), default=0)
-    return TrainingMemory(kept, step, 2 * block_bytes)
+    largest = max((4 * (sae.width // mesh.latents) * sae.d_model for sae in saes), default=0)
+    return TrainingMemory(kept, step, 2 * block_bytes, 2 * largest if mesh.size > 1 else 0)
 
 
 def kept_bytes(sae: SAEConfig, n_latents: int = 1) -> int:
@@ -58,14 +66,16 @@ def kept_bytes(sae: SAEConfig, n_latents: int = 1) -> int:
 def step_bytes(sae: SAEConfig, n_tokens: int, n_latents: int = 1) -> int:
     """Return what a step allocates at most: the batch, its residuals, a block of pre-activations, candidates."""
     rows = sae.width // n_latents
-    batch = 4 * n_tokens * sae.d_model * (2 + len(sae.prefixes))
+    batch = 4 * n_tokens * sae.d_model
     # A block in float32, a flag for each entry, and, before there is a threshold to start from, half of the entries.
     block = (4 + 1 + _FOUND // 2) * min(BLOCK_ELEMENTS, rows * n_tokens)
     survivors = min(sae.k_selected, sae.width) * n_tokens // n_latents
     candidates = min(PRUNE_AT * survivors, rows * n_tokens) * _ENTRY
     core = 2 * 4 * n_tokens * (sae.n_dense // n_latents)
     gradients = 3 * 4 * min(GRADIENT_ELEMENTS, rows * sae.d_model)
-    return batch + core + max(block + 2 * candidates, _SORTED * survivors + gradients)
+    # First the batch is scanned, raw and centred; then come what was selected, residuals and gradients.
+    scan = 2 * batch + block + 2 * candidates
+    return core + max(scan, (2 + len(sae.prefixes)) * batch + _SORTED * survivors + gradients)
 
 
 def whole_bytes(sae: SAEConfig, n_tokens: int) -> int:

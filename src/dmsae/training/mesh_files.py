@@ -13,7 +13,7 @@ from dmsae.errors import CheckpointError, first_line
 from dmsae.ranks import Axis
 from dmsae.training.mesh import Group, talking
 
-_LARGE_BYTES = 1 << 24
+_LARGE_BYTES = 1 << 20
 
 REMEDY = "Remove it to resume from an earlier one, or from the beginning."
 
