@@ -4,11 +4,13 @@ Settings come from the defaults, then from the recipe (`--recipe`), then from fl
 is imported, so that `--help` and the commands that need no tensors start without torch.
 """
 
+import dataclasses
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from inspect import cleandoc
 from types import FrameType
@@ -66,13 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         out.print(f"dmsae {__version__}")
         return
+    about = f"Distilled Matryoshka Sparse Autoencoders. Recipes: {', '.join(recipe_names())}. Version: dmsae --version."
     try:
-        _app(arguments).cli(
-            args=arguments,
-            prog="dmsae",
-            description="Distilled Matryoshka Sparse Autoencoders. Recipes: " + ", ".join(recipe_names()) + ".",
-            config=(tyro.conf.EnumChoicesFromValues,),
-        )
+        app, config = _app(arguments)
+        with _without_examples(config):
+            app.cli(
+                args=arguments,
+                prog="dmsae",
+                description=about,
+                config=(tyro.conf.EnumChoicesFromValues,),
+            )
     except BrokenPipeError:  # whoever read our output has enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
@@ -97,9 +102,9 @@ class _Stop:
         raise KeyboardInterrupt
 
 
-def _app(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
-    """Return all commands by name; only the one that the arguments name is the real one."""
-    app = tyro.extras.SubcommandApp()
+def _app(arguments: Sequence[str]) -> tuple[tyro.extras.SubcommandApp, Any]:
+    """Return all commands by name, of which only the one that the arguments name is the real one, and its defaults."""
+    app, config = tyro.extras.SubcommandApp(), None
     chosen, verb, *_ = *(argument for argument in arguments if not argument.startswith("-")), "", ""
     for name, entry in ENTRIES.items():
         if name != chosen:
@@ -109,8 +114,9 @@ def _app(arguments: Sequence[str]) -> tyro.extras.SubcommandApp:
         if verb in getattr(module, "COMMANDS", {}) or not hasattr(module, "command"):
             _add_group(app, name, entry.about, module.COMMANDS)
         else:
-            _add_command(app, name, module.run, module.command(_recipe_in(arguments)))
-    return app
+            config = module.command(_recipe_in(arguments))
+            _add_command(app, name, module.run, config)
+    return app, config
 
 
 def _placeholder() -> None:
@@ -125,6 +131,27 @@ def _add_command(app: tyro.extras.SubcommandApp, name: str, function: Callable[[
 
     run.__annotations__["command"] = Annotated[type(default), tyro.conf.arg(name="")]
     app.command(name=name, help=cleandoc(type(default).__doc__ or ""))(run)
+
+
+@contextmanager
+def _without_examples(config: Any) -> Iterator[None]:
+    """Leave the examples out of the docstrings of a command's configs, of which `--help` shows the rest."""
+    docs = {kind: kind.__doc__ or "" for kind in _kinds(config)}
+    for kind, doc in docs.items():
+        kind.__doc__ = doc.partition("\n\n    >>>")[0]
+    try:
+        yield
+    finally:
+        for kind, doc in docs.items():
+            kind.__doc__ = doc
+
+
+def _kinds(config: Any) -> Iterator[type]:
+    """Yield the dataclasses that a config is made of."""
+    if dataclasses.is_dataclass(config):
+        yield type(config)
+        for field in dataclasses.fields(config):
+            yield from _kinds(getattr(config, field.name, None))
 
 
 def _add_group(app: tyro.extras.SubcommandApp, name: str, about: str, commands: dict[str, Any]) -> None:

@@ -279,7 +279,7 @@ def test_repeated_signals_end_a_command_without_a_traceback() -> None:
         "    print('ready', flush=True)\n"
         "    try: time.sleep(600)\n"
         "    finally: time.sleep(600)\n"
-        "cli._app = lambda _: type('App', (), {'cli': staticmethod(lambda **_: work())})\n"
+        "cli._app = lambda _: (type('App', (), {'cli': staticmethod(lambda **_: work())}), None)\n"
         "cli.main(['status'])\n"
     )
     with subprocess.Popen(
@@ -293,3 +293,12 @@ def test_repeated_signals_end_a_command_without_a_traceback() -> None:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
+
+
+def test_help_leaves_out_the_examples_of_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
+    from dmsae.cores.attribution import AttributionConfig
+
+    with pytest.raises(SystemExit):
+        cli.main(["distill", "--help"])
+    assert ">>>" not in capsys.readouterr().out
+    assert ">>>" in (AttributionConfig.__doc__ or ""), "they are put back"

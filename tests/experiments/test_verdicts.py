@@ -95,7 +95,9 @@ PLANTED: dict[str, Json] = {
         "rows": [
             row("dense-k4", price=-0.01, price_loss=-0.03),
             row("random-norm_matched-dense-k4", price=0.2),
-            row("detector-k4", price=0.01, price_loss=0.004),
+            row("random-covariance_matched-dense-k4", price=0.1),
+            row("detector-k4", price=0.001, price_loss=0.004),
+            row("random-detector-k4", price=0.081),
         ]
     },
     "capped": {
@@ -145,7 +147,30 @@ PLANTED: dict[str, Json] = {
 EXPECTED = (
     [0.1] * 6
     + [0.2] * 6
-    + [0.015, 0.7, 0.5, 0.6, 1.0, 0.007, 0.21, 0.01, 0.03, 0.006, 0.09, 0.02, 0.03, 0.3, 0.5, 0.02, 0.3, 0.4, 0.1]
+    + [
+        0.015,
+        0.7,
+        0.5,
+        0.6,
+        1.0,
+        0.007,
+        0.21,
+        0.01,
+        0.03,
+        0.11,
+        0.08,
+        0.004,
+        0.006,
+        0.09,
+        0.02,
+        0.03,
+        0.3,
+        0.5,
+        0.02,
+        0.3,
+        0.4,
+        0.1,
+    ]
 )
 
 

@@ -9,20 +9,20 @@ from dmsae.experiments.verdicts import Verdict
 
 COLUMNS = {
     "n_core": ("core", 0),
-    "fve": ("FVE", 3),
-    "fve_prefix0": ("core + prefix-0", 3),
-    "l0_core": ("L0 of the core", 1),
     "l0": ("L0", 1),
+    "fve": ("FVE", 3),
+    "price": ("price", 4),
+    "loss": ("loss", 3),
+    "price_loss": ("price, nats", 4),
+    "l0_core": ("L0 of the core", 1),
     "median_rate": ("median rate", 3),
+    "attribution_share": ("attribution held", 3),
     "kept_all": ("selected again", 1),
     "kept_active": ("over active", 1),
-    "attribution_share": ("attribution held", 3),
-    "loss": ("loss", 3),
-    "price": ("price", 4),
-    "price_loss": ("price, nats", 4),
+    "fve_prefix0": ("core + prefix-0", 3),
     "price_prefix0": ("price, prefix-0", 3),
 }
-"""The figures of an SAE that are shown: heading, and digits after the point."""
+"""The figures of an SAE that are shown: heading, and digits after the point. What a reader asks first comes first."""
 
 
 class TextTable(NamedTuple):
@@ -34,7 +34,8 @@ class TextTable(NamedTuple):
 
     def markdown(self) -> str:
         """Return the table in Markdown, its title above it."""
-        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        rows = [[cell.replace(" ± ", "\u00a0±\u00a0") for cell in row] for row in self.rows]
+        lines = [self.header, ["---"] * len(self.header), *rows]
         return "\n".join([f"**{self.title}**", "", *("| " + " | ".join(line) + " |" for line in lines)])
 
 

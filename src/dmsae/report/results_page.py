@@ -15,6 +15,13 @@ _HEAD = """# Results
 This page is made by `make results` from the JSON files in [`results/`](results), and a test checks that it is what they
 give. Each file is one part of an experiment with one seed; [experiments](experiments.md) says what the parts are and
 how a verdict is reached. A verdict needs three seeds. Intervals are Student's t over seeds.
+
+In the tables of SAEs: *core*, latents kept; *L0*, active latents per token, the core included; *FVE*, held-out variance
+explained; *price*, what keeping the core costs of it against an SAE that keeps nothing at the same L0; *loss*, the
+next-token loss in nats with the reconstruction in place; *median rate*, share of positions on which the median core
+latent fires; *selected again*, core latents that attribution would choose again. SAEs named `unconstrained` keep
+nothing; several of them surround the L0 of the others, so their k is not their L0. The
+[glossary](glossary.md) has the rest.
 """
 
 
@@ -50,8 +57,8 @@ def _about(preset: str, results: list[Json]) -> str:
     train = distill["train"]
     return (
         f"`dmsae experiment all --preset {preset} --out runs/{preset}`, of which the parts below. {settings['model']}, "
-        f"store `{settings['store']}`; width {distill['width']}, k {distill['k']}, {train['tokens']:,} tokens a "
-        f"training, learning rate {train['lr']:g}. torch {results[0]['torch']}, two cores of a CPU."
+        f"store `{settings['store']}`; width {distill['width']}, k {distill['k']}, {train['tokens']:,} activations "
+        f"a training run, learning rate {train['lr']:g}. torch {results[0]['torch']}, two cores of a CPU."
     )
 
 

@@ -85,7 +85,7 @@ ASSETS: dict[str, Asset] = {
         Asset(
             name="probes",
             kind="corpus",
-            about="300k short texts of many kinds: essays, news, code, questions, reviews, biographies, biomedicine",
+            about="470k short texts of many kinds: essays, news, code, questions, reviews, biographies, biomedicine",
             package="sae-probes",
             version="0.4.2",
             wheel_sha256="245700c8df310760e3d5b23d657ae5196489813f3012b55975057d8239d8be03",
