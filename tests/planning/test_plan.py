@@ -56,9 +56,9 @@ def test_the_papers_setting() -> None:
     needs = plan(sections.harvest, sections.distill, sections.transfer, GEMMA, MeshConfig(data=8), int(80e9))
     harvest, cycles, transfer = needs.stages
     assert harvest.disk_bytes == pytest.approx(500e6 * 2304 * 2, rel=0.03)
-    assert cycles.name == "cycles 1–6", "cycle 0 is the published checkpoint"
+    assert cycles.name == "cycles 1–7", "cycle 0 is the published checkpoint"
     assert cycles.device_bytes == pytest.approx(16 * 2 * 65_536 * 2304, rel=0.1)
-    assert cycles.hours == pytest.approx(6 * 244_140 / 1000, rel=0.01)
+    assert cycles.hours == pytest.approx(7 * 244_140 / 1000, rel=0.01)
     assert transfer.what.startswith("12 SAEs")
     assert needs.passes == 1
     assert plan(sections.harvest, sections.distill, sections.transfer, GEMMA, MeshConfig(), int(24e9)).passes == 3
@@ -69,12 +69,13 @@ def test_one_process_sends_nothing_and_trains_its_own_cycle_0() -> None:
     train = TrainConfig(tokens=20_480, device="cpu")
     facts = ModelFacts(64, 2, 10_000, 100, "made up")
     distill = DistillConfig(width=512, k=8, cycles=1, train=train)
-    transfer = TransferConfig(k=(8,), width=512, baselines=("msae",), train=train)
+    transfer = TransferConfig(k=(8,), width=512, baselines=("msae", "unconstrained"), train=train)
     stages = plan(HarvestConfig(), distill, transfer, facts, MeshConfig()).stages
-    assert [one.name for one in stages] == ["harvest", "cycle 0", "transfer"]
+    assert [one.name for one in stages] == ["harvest", "cycle 0", "cycle 1", "transfer"]
+    assert stages[3].what.startswith("5 SAEs"), "with the core, MSAE, and three that keep nothing"
     assert {one.wire_bytes for one in stages} == {0}
     assert stages[0].hours is None
-    assert stages[2].hours == pytest.approx(2 * 10 * 3.6 / 3600)
+    assert stages[3].hours == pytest.approx(5 * 10 * 3.6 / 3600)
 
 
 @pytest.mark.usefixtures("_no_steps")
@@ -131,7 +132,7 @@ def test_the_command_shows_every_stage(
     )
     cli.main(["plan", "--recipe", str(recipe), "--gpus", "2", "--gpu-memory", "0.000001"])
     shown = capsys.readouterr().out
-    for words in ("width 16, 2 blocks", "2 data × 1 latents", "harvest", "cycle 0", "cycles 1–1", "transfer"):
+    for words in ("width 16, 2 blocks", "2 data × 1 latents", "harvest", "cycle 0", "cycles 1–2", "transfer"):
         assert words in shown
     assert "cycle 0 does not fit" in shown
     with pytest.raises(SystemExit):

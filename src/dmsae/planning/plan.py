@@ -9,7 +9,7 @@ from dmsae.activations.shards import row_bytes
 from dmsae.activations.splits import Split
 from dmsae.config import require
 from dmsae.distillation.config import DistillConfig
-from dmsae.distillation.transfer import TransferConfig, k_noncore
+from dmsae.distillation.transfer import TransferConfig, k_noncore, unconstrained_ks
 from dmsae.planning.models import ModelFacts, model_bytes
 from dmsae.planning.probe import seconds_by_k
 from dmsae.sae.comms import step_bytes
@@ -98,10 +98,10 @@ def _cycles(config: DistillConfig, first: SAEConfig, mesh: MeshConfig, block: in
     one = _training("a cycle", trained, [first], config.train, memory, mesh, device)
     if not config.cycle0.source:
         stages.append(one._replace(name="cycle 0"))
-    if config.n_cycles > 1:
-        n = config.n_cycles - 1
+    if n := config.n_cycles:
         hours = None if one.hours is None else one.hours * n
-        many = one._replace(name=f"cycles 1–{n}", what=f"{n} × {trained}", hours=hours, disk_bytes=one.disk_bytes * n)
+        name = f"cycles 1–{n}" if n > 1 else "cycle 1"
+        many = one._replace(name=name, what=f"{n} × {trained}", hours=hours, disk_bytes=one.disk_bytes * n)
         stages.append(many)
     return stages
 
@@ -135,6 +135,8 @@ def _transferred(config: TransferConfig, d_model: int) -> list[SAEConfig]:
         kept = k_noncore(k, config.width, n_core)
         one = [config.sae(d_model, k, mode.core(n_core, kept)) for mode in config.core_modes]
         saes += one * (1 + len(config.random_cores))
-        saes += [config.sae(d_model, k, None)] * len(config.baselines)
+        for baseline in config.baselines:
+            ks = unconstrained_ks(k, n_core, config.budget) if baseline == "unconstrained" else [k]
+            saes += [config.sae(d_model, one, None) for one in ks]
     require(bool(saes), "transfer", saes, "train at least one SAE")
     return saes
