@@ -24,7 +24,7 @@ import torch
 from dmsae.activations.harvest import harvest
 from dmsae.commands.recipes import read_sections
 from dmsae.commands.terminal import TERMINAL
-from dmsae.cores.attribution import attribute
+from dmsae.cores.scoring import attribute_on
 from dmsae.distillation import distill as distillation
 from dmsae.training.trainer import Trainer
 
@@ -56,7 +56,7 @@ def main() -> None:
         return run
 
     training = patch.object(Trainer, "run", timed("training", Trainer.run))
-    scoring = patch.object(distillation, "attribute", timed("scoring", attribute))
+    scoring = patch.object(distillation, "attribute_on", timed("scoring", attribute_on))
     with tempfile.TemporaryDirectory() as scratch, training, scoring:
         start = time.perf_counter()
         store = timed("harvest", harvest)(gather, Path(scratch) / "stores", TERMINAL)

@@ -166,7 +166,7 @@ def test_scores_that_select_nothing_end_the_run_like_a_collapse(
     def zero(*_: object) -> None:
         raise AttributionError("The attribution of all 16 candidate latents is zero")
 
-    monkeypatch.setattr("dmsae.distillation.distill.attribute", zero)
+    monkeypatch.setattr("dmsae.distillation.distill.attribute_on", zero)
     with pytest.raises(TrainingError, match="Cycle 2 cannot be scored: The attribution of all 16"):
         distill(replace(CONFIG, cycles=2), planted.store, tmp_path / "run")
     assert Core.load(tmp_path / "run").digest() == done.distilled.digest()

@@ -114,22 +114,26 @@ def _scores(figures: Sequence[Json]) -> list[TextTable]:
     return [_of_measure(measure, entries) for measure in dict.fromkeys(one["measure"] for one in entries)]
 
 
+_SHOWN = {"score": "", "null": "null", "part": "of the way"}
+"""What is shown of a score, and its heading; the score itself has its own name."""
+
+
 def _of_measure(measure: str, entries: Sequence[Json]) -> TextTable:
     mine = [one for one in entries if one["measure"] == measure]
-    names = list(dict.fromkeys(one["figure"] for one in mine))
-    shown = {
-        (name, column): Spread.of([one.get(column) for one in mine if one["figure"] == name]) is not None
-        for name in names
-        for column in ("score", "null", "part")
-    }
-    columns = [key for key, known in shown.items() if known]
+    figures = dict.fromkeys(one["figure"] for one in mine)
+    known = {(one["figure"], what) for one in mine for what in _SHOWN if one[what] is not None}
+    columns = [(figure, what) for figure in figures for what in _SHOWN if (figure, what) in known]
     rows = []
     for sae in dict.fromkeys(one["sae"] for one in mine):
         of_sae = [one for one in mine if one["sae"] == sae]
-        spreads = (Spread.of([one[column] for one in of_sae if one["figure"] == name]) for name, column in columns)
-        rows.append([sae, *(text(spread, 3) for spread in spreads)])
-    header = [name if column == "score" else {"null": "null", "part": "of the way"}[column] for name, column in columns]
-    return TextTable(f": {measure}", ["SAE", *header], rows)
+        rows.append([sae, *(_cell([one[what] for one in of_sae if one["figure"] == f], what) for f, what in columns)])
+    return TextTable(f": {measure}", ["SAE", *(_SHOWN[what] or figure for figure, what in columns)], rows)
+
+
+def _cell(values: Sequence[float | None], what: str) -> str:
+    spread = Spread.of(values)
+    # Where a null is all but perfect, as that of absorption is, a share of the way from there means nothing.
+    return "< −1" if what == "part" and spread is not None and spread.mean < -1 else text(spread, 3)
 
 
 def _grouped(entries: Sequence[Json], keys: tuple[str, ...], columns: dict[str, int]) -> list[list[str]]:

@@ -25,8 +25,10 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     chosen = _compared(results, l0s)
     detectors = next((l0 for name, l0 in l0s.items() if name.startswith(str(CoreMode.DETECTOR))), config.k)
     alone = lab.transfer_config(config, "worth", k=(round(detectors),), core_modes=(), baselines=("batchtopk",))
-    chosen += lab.transfer(alone, core)
-    return {"rows": lab.rows(chosen, config), "scores": lab.scores(chosen, grid.measures)}
+    chosen += (beside := lab.transfer(alone, core))
+    names = {one.name for one in chosen}
+    rows = lab.rows([*results, *beside], config, [lab.held(core, config)])  # a price needs all that keep nothing
+    return {"rows": [row for row in rows if row["sae"] in names], "scores": lab.scores(chosen, grid.measures)}
 
 
 def _l0s(lab: Lab, results: Sequence[TrainResult]) -> dict[str, float]:
