@@ -205,9 +205,8 @@ def test_seeds_are_repetitions_with_a_spread(results: Path) -> None:
     assert spread.sd is not None
     assert spread.sd > 0
     made = tables(read_results(results))
-    per_measure = 2  # the benchmark and what SAEs are worth have a table for each of their measures that ran
-    assert len([table for table in made if table.title.endswith(": fidelity")]) == per_measure
-    assert len(made) == len(ON_PLANTED) + 1 + per_measure, (
+    assert len([table for table in made if table.title.endswith(": fidelity")]) == 2, "benchmark, worth"
+    assert len(made) == len(ON_PLANTED) + 1 + 2 * len(GRID.measures), (
         "the part on cycles has two tables, the one on sparsity only that of cycles"
     )
     assert "±" in next(table for table in made if table.title.startswith("paper")).markdown()
