@@ -60,5 +60,9 @@ def show_selection(report: "SelectionReport") -> None:
         number(report.stability, 2),
     )
     out.print(table)
+    out.print(
+        "Share: of the pool. Attribution: what the core holds of that of the whole pool, also of what max_rate leaves "
+        "out.\nMedian rate: on the pairs. Stability: how often a member is selected again when contexts are resampled."
+    )
     for warning in report.warnings():
         TERMINAL.warn(warning)
