@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 import torch.nn.functional as F
 import tyro

@@ -87,7 +87,9 @@ class PeerLoop:
     def __init__(self, base: BaseModel, contexts: dict[Split, Contexts], config: DistillConfig, d_model: int) -> None:
         self._base, self._contexts, self._config, self._d_model = base, contexts, config, d_model
         self._trainers: Any = dictionary_learning_trainers()
-        sys.modules.setdefault("nnsight", types.ModuleType("nnsight")).LanguageModel = object  # type: ignore[attr-defined]
+        stand_in = types.ModuleType("nnsight")
+        stand_in.__dict__["LanguageModel"] = object
+        sys.modules["nnsight"] = stand_in
         self._buffer_class: Any = importlib.import_module("dictionary_learning.buffer").ActivationBuffer
         self.spent: dict[str, float] = defaultdict(float)
         self.scale = 1.0

@@ -18,6 +18,7 @@ from dmsae.progress import SILENT, Bar
 from dmsae.text import assets
 from dmsae.text.corpus import TextConfig
 from dmsae.text.tokens import TokenConfig
+from tiny_recipe import write_recipe
 
 # A busy machine must not make a test fail: how long an example takes is never judged.
 hypothesis_settings.register_profile("dmsae", deadline=None)
@@ -150,3 +151,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     if any("no Chromium or Chrome" in str(report.longrepr) for report in skipped):
         terminalreporter.write_line("The browser tests were NOT run: no Chromium or Chrome was found.")
+
+
+@pytest.fixture
+def recipe(tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A recipe as a user would write it for the tiny model, in the directory in which commands then run."""
+    monkeypatch.chdir(tmp_path)
+    return str(write_recipe(tmp_path / "tiny.toml", tiny_model, tiny_text))

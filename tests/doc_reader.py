@@ -148,14 +148,17 @@ def smaller_flags(command: str) -> str:
     return " ".join(words)
 
 
+def _shrunk(name: str, value: str) -> str:
+    return _NUMBER.sub(lambda found: SMALLER[name](found[0]), value)
+
+
 def smaller_recipe(toml: str) -> str:
     """Return a recipe with smaller sizes; short trainings take small batches."""
     lines = []
     for line in toml.splitlines():
         name, _, value = line.partition(" = ")
         if name in SMALLER:
-            smaller = SMALLER[name]
-            line = f"{name} = {_NUMBER.sub(lambda found: smaller(found[0]), value)}"  # noqa: B023
+            line = f"{name} = {_shrunk(name, value)}"
         lines += [line, "batch_size = 128"] if name == "tokens" else [line]
     return "\n".join(lines) + "\n"
 

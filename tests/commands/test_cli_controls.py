@@ -7,16 +7,9 @@ import pytest
 
 from dmsae.cli import main
 from dmsae.cores.core import Core
-from tiny_recipe import write_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = ["--train.tokens", "2560", "--cycles", "1", "--attribution.n-bootstrap", "0"]
-
-
-@pytest.fixture
-def recipe(tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    return str(write_recipe(tmp_path / "tiny.toml", tiny_model, tiny_text))
 
 
 def test_a_consensus_is_a_run_like_any_other(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,16 +9,9 @@ from dmsae.cli import main
 from dmsae.cores.core import Core
 from dmsae.disk.files import append_text
 from dmsae.sweeps.job import Job, begun, ended, job_directory, waiting, write_status
-from tiny_recipe import write_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = ["--train.tokens", "1280", "--cycles", "1", "--attribution.n-bootstrap", "0"]
-
-
-@pytest.fixture
-def recipe(tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    return str(write_recipe(tmp_path / "tiny.toml", tiny_model, tiny_text))
 
 
 def test_distillations_and_transfers_over_seeds(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

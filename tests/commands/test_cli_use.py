@@ -109,8 +109,8 @@ def test_steer_prints_both_distributions_and_continuations(run: Path, capsys: py
     lines, notes = printed([*common, "--clamp", "30", "--continue", "4", "--top", "2"], capsys)
     assert notes == ""
     used = take_in_use(run, device="cpu")
-    how = {"prepend_bos": True, "max_norm_ratio": RATIO}
-    expected = steer(used.sae, used.model, TEXT, [Intervention(2, "clamp", 30.0)], 4, n_top=2, **how)  # type: ignore[arg-type]
+    clamp = Intervention(2, "clamp", 30.0)
+    expected = steer(used.sae, used.model, TEXT, [clamp], 4, n_top=2, prepend_bos=True, max_norm_ratio=RATIO)
     assert lines[0].endswith("; set to 30 everywhere")
     assert lines[1].split() == ["next", "token", "before", "after"]
     rows = [line.split() for line in lines[2 : 2 + len(expected.top)]]

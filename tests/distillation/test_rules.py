@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,9 +71,9 @@ def test_a_consensus_starts_with_the_sae_of_cycle_0_and_takes_one_pass(planted: 
 
 
 @pytest.mark.parametrize("fault", [{"random_start": RandomKind.UNIT}, {"cycle0": Cycle0(source="somewhere")}])
-def test_a_consensus_has_a_cycle_0_of_its_own(fault: dict[str, object]) -> None:
+def test_a_consensus_has_a_cycle_0_of_its_own(fault: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="rule = 'consensus'; it must be cycles"):
-        replace(CONFIG, rule=DistillRule.CONSENSUS, **fault)  # type: ignore[arg-type]
+        replace(CONFIG, rule=DistillRule.CONSENSUS, **fault)
 
 
 @pytest.mark.parametrize("mode", [CoreMode.DENSE, CoreMode.DETECTOR])
