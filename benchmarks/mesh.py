@@ -1,10 +1,12 @@
 """A training step on two ranks of one thread each, beside one process of two threads, on the same global batch.
 
-The mesh splits batches (2 × 1) or latents (1 × 2), over gloo. One process and mesh take turns, and the ratio of their
-throughputs is the median over turns: 1 is as fast as one process. *Wire* is what one rank sends in a step, from the
-counters of the loopback device (so other traffic on it counts too, and the headers of packets), beside what the design
-says (`dmsae.sae.comms.step_bytes`). *Memory* is the peak of the largest rank above what it needed for its imports and
-the data, as a share of that of one process. The step is `Learner.advance`; data as in `step.py`, none dead.
+The mesh splits batches (2 × 1) or latents (1 × 2), over gloo; batches once with gradients summed in shared memory, as
+ranks on one machine do, and once with all of them sent, as between machines. One process and mesh take turns, and the
+ratio of their throughputs is the median over turns: 1 is as fast as one process. *Wire* is what one rank sends in a
+step, from the counters of the loopback device (so other traffic on it counts too, and the headers of packets), beside
+what the design says (`dmsae.sae.comms.step_bytes`) of ranks that share no memory. *Memory* is the peak of the largest
+rank above what it needed for its imports and the data, as a share of that of one process. The step is
+`Learner.advance`; data as in `step.py`, none dead.
 
     python benchmarks/mesh.py [--turns 9] [--width 16384] [--d-model 576] [--batch 2048] [--k 40 320]
 """
@@ -31,7 +33,7 @@ from dmsae.training.config import TrainConfig
 from dmsae.training.learner import Learner, SAESpec
 from dmsae.training.mesh import MeshConfig, place
 
-SHAPES = ((2, 1), (1, 2))
+MESHES = (MeshConfig(2, 1), MeshConfig(2, 1, share_memory=False), MeshConfig(1, 2))
 N_BATCHES = 4
 STEPS_PER_TURN = 3
 
@@ -60,16 +62,15 @@ def make_batches(cell: Cell) -> list[torch.Tensor]:
     return batches
 
 
-def work(end: Connection, cell: Cell, shape: tuple[int, int], rank: int, rendezvous: Path) -> None:
+def work(end: Connection, cell: Cell, mesh: MeshConfig, rank: int, rendezvous: Path) -> None:
     """Take as many steps as asked for, again and again; answer with the seconds and the memory used."""
-    n_ranks = shape[0] * shape[1]
-    torch.set_num_threads(2 if n_ranks == 1 else 1)
+    torch.set_num_threads(2 if mesh.size == 1 else 1)
     os.environ["RANK"] = str(rank)
     comms: Comms = ALONE
-    if n_ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=n_ranks)
-        comms = place(MeshConfig(data=shape[0], latents=shape[1]))
-    n_local = cell.batch // shape[0]
+    if mesh.size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=mesh.size)
+        comms = place(mesh)
+    n_local = cell.batch // mesh.data
     batches = [x[comms.data.rank * n_local :][:n_local].clone() for x in make_batches(cell)]
     at_first = peak_bytes()
     config = TrainConfig(tokens=10**9, batch_size=cell.batch, device="cpu")
@@ -91,17 +92,22 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def name_of(mesh: MeshConfig) -> str:
+    """Return what a row of the table is called."""
+    return f"{mesh.data}x{mesh.latents}" + ("" if mesh.share_memory else ", sent")
+
+
 class Workers:
     """The processes of one mesh."""
 
-    def __init__(self, cell: Cell, shape: tuple[int, int], folder: Path) -> None:
+    def __init__(self, cell: Cell, mesh: MeshConfig, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
-        self.n_ranks = shape[0] * shape[1]
+        self.n_ranks = mesh.size
         self._ends, self._processes = [], []
         for rank in range(self.n_ranks):
             mine, theirs = context.Pipe()
-            name = folder / f"{shape[0]}x{shape[1]}"
-            process = context.Process(target=work, args=(theirs, cell, shape, rank, name), daemon=True)
+            name = folder / name_of(mesh)
+            process = context.Process(target=work, args=(theirs, cell, mesh, rank, name), daemon=True)
             process.start()
             self._ends.append(mine)
             self._processes.append(process)
@@ -132,32 +138,32 @@ def loopback_bytes() -> int:
 def measure(cell: Cell, turns: int) -> list[dict[str, Any]]:
     """Return a row for each mesh."""
     with tempfile.TemporaryDirectory() as folder:
-        alone = Workers(cell, (1, 1), Path(folder))
-        meshes = {shape: Workers(cell, shape, Path(folder)) for shape in SHAPES}
+        alone = Workers(cell, MeshConfig(), Path(folder))
+        meshes = {mesh: Workers(cell, mesh, Path(folder)) for mesh in MESHES}
         for workers in (alone, *meshes.values()):
             workers.turn(2)  # warms up: the first selection has no threshold to start from
-        ratios: dict[tuple[int, int], list[float]] = {shape: [] for shape in SHAPES}
-        wire: dict[tuple[int, int], list[float]] = {shape: [] for shape in SHAPES}
-        memory: dict[tuple[int, int], int] = {}
+        ratios: dict[MeshConfig, list[float]] = {mesh: [] for mesh in MESHES}
+        wire: dict[MeshConfig, list[float]] = {mesh: [] for mesh in MESHES}
+        memory: dict[MeshConfig, int] = {}
         for _ in range(turns):
             one, one_bytes = alone.turn(STEPS_PER_TURN)
-            for shape, workers in meshes.items():
+            for mesh, workers in meshes.items():
                 before = loopback_bytes()
-                seconds, memory[shape] = workers.turn(STEPS_PER_TURN)
-                wire[shape].append((loopback_bytes() - before) / STEPS_PER_TURN / workers.n_ranks)
-                ratios[shape].append(one / seconds)
+                seconds, memory[mesh] = workers.turn(STEPS_PER_TURN)
+                wire[mesh].append((loopback_bytes() - before) / STEPS_PER_TURN / workers.n_ranks)
+                ratios[mesh].append(one / seconds)
         for workers in (alone, *meshes.values()):
             workers.close()
     rows = []
-    for shape in SHAPES:
+    for mesh in MESHES:
         n_prefixes = len(matryoshka_nesting(cell.width))
-        designed = step_bytes(cell.batch, cell.d_model, cell.width, n_prefixes, *shape)
-        sent = statistics.median(wire[shape])
+        designed = step_bytes(cell.batch, cell.d_model, cell.width, n_prefixes, mesh.data, mesh.latents)
+        sent = statistics.median(wire[mesh])
         rows.append(
             cell._asdict()
-            | {"mesh": f"{shape[0]}x{shape[1]}", "throughput_ratio": round(statistics.median(ratios[shape]), 3)}
+            | {"mesh": name_of(mesh), "throughput_ratio": round(statistics.median(ratios[mesh]), 3)}
             | {"wire_bytes": round(sent), "designed_bytes": designed, "wire_ratio": round(sent / designed, 3)}
-            | {"memory_ratio": round(memory[shape] / one_bytes, 3)}
+            | {"memory_ratio": round(memory[mesh] / one_bytes, 3)}
         )
     return rows
 
@@ -171,13 +177,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--k", type=int, nargs="+", default=[40, 320])
     given = parser.parse_args()
-    print(f"{'K':>6} {'k':>4} {'mesh':>5} {'throughput':>11} {'wire MB':>8} {'designed':>9} {'ratio':>6} {'memory':>7}")
+    print(f"{'K':>6} {'k':>4} {'mesh':>9} {'throughput':>11} {'wire MB':>8} {'designed':>9} {'ratio':>6} {'memory':>7}")
     rows = []
     for k in given.k:
         for row in measure(Cell(given.width, k, given.d_model, given.batch), given.turns):
             rows.append(row)
             print(
-                f"{row['width']:6} {k:4} {row['mesh']:>5} {row['throughput_ratio']:11.2f} "
+                f"{row['width']:6} {k:4} {row['mesh']:>9} {row['throughput_ratio']:11.2f} "
                 f"{row['wire_bytes'] / 1e6:8.1f} {row['designed_bytes'] / 1e6:9.1f} {row['wire_ratio']:6.2f} "
                 f"{row['memory_ratio']:7.2f}",
                 flush=True,

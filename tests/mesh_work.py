@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -41,7 +41,7 @@ from dmsae.training.checkpoints import Checkpoints
 from dmsae.training.config import TrainConfig
 from dmsae.training.crew import follow, harvest_on, lead, run_on_mesh, train_on
 from dmsae.training.learner import Learner, SAESpec
-from dmsae.training.mesh import MeshConfig, require_same
+from dmsae.training.mesh import Group, MeshConfig, require_same
 from dmsae.training.scale import first_look
 from dmsae.training.trainer import train_together
 from zipf import Zipf
@@ -274,6 +274,29 @@ def load_parts(comms: Comms, directory: Path, starts: dict[str, int]) -> tuple[d
     loaded = Checkpoints(directory, starts, comms).load()
     assert loaded is not None
     return loaded
+
+
+class Summed(NamedTuple):
+    """What one rank has after a sum over data ranks of tensors that it was given a place for."""
+
+    held: Tensor
+    sent: Tensor
+    """The same, summed in a tensor that is sent."""
+    is_shared: bool
+    left_open: list[str]
+
+
+def sum_held(comms: Comms, values: list[Tensor], blind: list[int]) -> Summed:
+    """Sum one tensor of each data rank where `holding` puts it; ranks in `blind` have no memory to share."""
+    value = values[comms.data.rank]
+    with patch.object(os, "posix_fallocate", side_effect=OSError) if comms.data.rank in blind else nullcontext():
+        axis, (held,) = comms.data.holding([value])
+    held.copy_(value)
+    axis.sum_(held)
+    assert isinstance(axis, Group)
+    descriptors = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    memory = [name for name in (str(link.readlink()) for link in descriptors) if "memfd:dmsae" in name]
+    return Summed(held.clone(), comms.data.sum_(value.clone()), bool(axis._held), memory)
 
 
 def settle(comms: Comms, failing: list[int]) -> str:

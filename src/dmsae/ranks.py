@@ -3,7 +3,7 @@
 One process is the axis of one rank, `ONE`. That of several is in `training/mesh.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -28,6 +28,9 @@ class Axis(Protocol):
 
     def sum_(self, tensor: "Tensor") -> "Tensor":
         """Replace a tensor by its sum over the ranks, and return it."""
+
+    def holding(self, like: "Iterable[Tensor]") -> "tuple[Axis, list[Tensor]]":
+        """Return this axis, and zeros like some tensors, which its `sum_` does not send where all ranks see them."""
 
     def min_(self, tensor: "Tensor") -> "Tensor":
         """Replace a tensor by its smallest over the ranks, entry by entry, and return it."""
@@ -55,6 +58,9 @@ class _One:
 
     def sum_(self, tensor: "Tensor") -> "Tensor":
         return tensor
+
+    def holding(self, like: "Iterable[Tensor]") -> "tuple[Axis, list[Tensor]]":
+        return self, [tensor.new_zeros(tensor.shape) for tensor in like]
 
     def min_(self, tensor: "Tensor") -> "Tensor":
         return tensor

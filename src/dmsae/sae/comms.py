@@ -16,9 +16,11 @@ What one step exchanges (b = B/n_d tokens, K/n_l latents, float32; `over` is the
     b_dec          over both     its gradient, summed: 4·D
     scalars        over both     errors, norms, variances, thresholds, L0: below 1 kB
 
-These are the sizes of what is summed or gathered; `step_bytes` counts them. A ring moves 2·(n − 1)/n of each sum and
-(n − 1) of each gathered part over every rank's wire. Selection is exact: entries are those of one process, ties
-included, which go to the lower latent, then to the earlier token. Everything else is the same up to rounding.
+These are the sizes of what is summed or gathered; `step_bytes` counts them. Ranks on the CPU of one machine sum the
+gradients in memory that they share (`training/shared_memory.py`) and send none of them; elsewhere a ring moves
+2·(n − 1)/n of each sum and (n − 1) of each gathered part over every rank's wire. Selection is exact: entries are those
+of one process, ties included, which go to the lower latent, then to the earlier token. Everything else is the same up
+to rounding.
 
 Not exact to the last entry: of *equal* positive activations at the cut of the auxiliary loss's top D/2, one process
 keeps those that `torch.topk` happens to keep, a mesh those of the lower rank.

@@ -103,7 +103,7 @@ class Learner:
         scale: float = 1.0,
         comms: Comms = ALONE,
     ) -> None:
-        self.name, self._config, self._schedule, self._comms = spec.name, config, schedule, comms
+        self.name, self._config, self._schedule = spec.name, config, schedule
         seed = config.seed if spec.init_seed is None else spec.init_seed
         whole = SAE.init(spec.sae, generator(seed, "init"), spec.core_rows, spec.detectors)
         if spec.detectors is not None:
@@ -114,6 +114,10 @@ class Learner:
         self._whole, self._detectors, self._total_budget = spec.sae, spec.detectors, spec.total_budget
         self.l0_core: float | None = None
         self.optimiser = adam(self.sae, config.lr, config.betas)
+        data, gradients = comms.data.holding(self.sae.parameters())
+        self._comms = comms._replace(data=data)
+        for parameter, gradient in zip(self.sae.parameters(), gradients, strict=True):
+            parameter.grad = gradient
         self.idle_tokens_K = torch.zeros(self.sae.config.width, dtype=torch.int64, device=b_dec.device)
         self.threshold: float | None = None
         self.warm_start: float | None = None

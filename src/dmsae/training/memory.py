@@ -32,6 +32,8 @@ class TrainingMemory(NamedTuple):
     """Blocks of stored activations that are read ahead; in the memory of the host, also beside a GPU."""
     checkpoint: int
     """Two copies of the largest tensor, between steps, while a mesh writes a checkpoint; in the memory of the host."""
+    shared: int
+    """Stretches of other ranks' gradients, which a rank on a CPU adds up: part of its size, but others' memory."""
 
     @property
     def device(self) -> int:
@@ -41,7 +43,7 @@ class TrainingMemory(NamedTuple):
     @property
     def process(self) -> int:
         """Bytes of a rank that trains on a CPU; what a step has freed is seldom of use to a checkpoint."""
-        return self.kept + self.step + self.checkpoint + self.stream
+        return self.kept + self.step + self.checkpoint + self.stream + self.shared
 
 
 def training_memory(
@@ -51,16 +53,23 @@ def training_memory(
     kept = sum(kept_bytes(sae, mesh.latents) for sae in saes)
     step = max((step_bytes(sae, batch_size // mesh.data, mesh.latents) for sae in saes), default=0)
     largest = max((4 * (sae.width // mesh.latents) * sae.d_model for sae in saes), default=0)
-    return TrainingMemory(kept, step, 2 * block_bytes, 2 * largest if mesh.size > 1 else 0)
+    checkpoint = 2 * largest if mesh.size > 1 else 0
+    gradients = sum(4 * learned(sae, mesh.latents) for sae in saes) if mesh.share_memory else 0
+    return TrainingMemory(kept, step, 2 * block_bytes, checkpoint, gradients * (mesh.data - 1) // mesh.data)
 
 
 def kept_bytes(sae: SAEConfig, n_latents: int = 1) -> int:
     """Return what an SAE keeps between steps, on each of the ranks that share its latents."""
-    width, d_model = sae.width // n_latents, sae.d_model
-    n_core, n_detectors = sae.n_core // n_latents, sae.n_detectors // n_latents
-    learned = (width - n_core) * d_model + width * d_model + width - n_detectors + d_model
-    frozen = n_core * d_model + n_detectors
-    return _LEARNED * learned + 4 * frozen + (4 + 8) * width  # a threshold and a count of idle tokens for each latent
+    width = sae.width // n_latents
+    frozen = (sae.n_core * sae.d_model + sae.n_detectors) // n_latents
+    counted = (4 + 8) * width  # a threshold and a count of idle tokens for each latent
+    return _LEARNED * learned(sae, n_latents) + 4 * frozen + counted
+
+
+def learned(sae: SAEConfig, n_latents: int = 1) -> int:
+    """Return how many numbers of an SAE are learned, on each of the ranks that share its latents."""
+    width, n_core, n_detectors = (n // n_latents for n in (sae.width, sae.n_core, sae.n_detectors))
+    return (2 * width - n_core) * sae.d_model + width - n_detectors + sae.d_model
 
 
 def step_bytes(sae: SAEConfig, n_tokens: int, n_latents: int = 1) -> int:
