@@ -65,7 +65,7 @@ class Grid:
     norms: tuple[CoreNorm, ...] = ("unit", "found", 2.0)
     """Norms of frozen rows, in the part `random-core`."""
     random_k_factors: tuple[float, ...] = (1.0, 5.0)
-    """Sparsities of the part `random-core`."""
+    """Sparsities of the part `random-core`: all norms at the first, rows as they were found at the others."""
     benchmark_k_factors: tuple[float, ...] = (0.5, 1.0, 2.0)
     """Sparsities of the part `benchmark`."""
     measures: tuple[str, ...] = (
@@ -80,14 +80,13 @@ class Grid:
     )
     """What SAEs are evaluated by, in the part `benchmark`."""
     token_factors: tuple[float, ...] = (1.0, 2.0)
-    """Lengths of training in the part `consistency`."""
+    """Lengths of training in the part `consistency`: distillations after the first, cycle 0 alone after the others."""
     regimes: tuple[Regime, ...] = (
-        Regime("as the recipe"),
         Regime("wide prefix-0", prefix0_factor=4, coverage=0.5),
         Regime("active positions", prefix0_factor=4, coverage=0.5, over="active"),
         Regime("longer", prefix0_factor=4, coverage=0.5, token_factor=2),
     )
-    """What the part `regime` tries."""
+    """What the part `regime` tries; what the recipe itself gives is in the part `capped`."""
     ablated: int = 32
     """Latents that are ablated, in the part `selection`."""
     ablation_contexts: int = 64

@@ -119,10 +119,12 @@ class Lab:
             rows = rows_of(results, self.store, *measured_by)
         return [row._asdict() for row in rows]
 
-    def scores(self, results: Sequence[TrainResult], measures: tuple[str, ...]) -> list[Json]:
+    def scores(
+        self, results: Sequence[TrainResult], measures: tuple[str, ...], nulls: tuple[NullKind, ...]
+    ) -> list[Json]:
         """Evaluate SAEs that finished their training, each beside nulls."""
         saes = {one.name: SAE.load(one.directory) for one in results if one.state is TrainState.FINISHED}
-        config = EvaluateConfig(measures, nulls=(NullKind.UNTRAINED, NullKind.RANDOM_ENCODER))
+        config = EvaluateConfig(measures, nulls=nulls)
         here = self._place("evaluation", {"saes": {name: digest_of(sae) for name, sae in saes.items()}})
         with self._held(here):
             evaluation = evaluate(saes, self.store, here, config, progress=self._progress)

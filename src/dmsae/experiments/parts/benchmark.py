@@ -12,6 +12,7 @@ from dmsae.cores.core import Core
 from dmsae.distillation.config import DistillConfig
 from dmsae.distillation.transfer import Budget, TransferConfig, sae_specs
 from dmsae.errors import ConfigError
+from dmsae.evaluation.nulls import NullKind
 from dmsae.experiments.grid import Grid, scaled
 from dmsae.experiments.lab import Lab
 from dmsae.sae.config import CoreMode
@@ -28,7 +29,7 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     chosen, left_out = _detectors(lab, config, detectors.distilled, ks)
     if chosen:
         results += lab.transfer(chosen, detectors.distilled)
-    scores = lab.scores(results, grid.measures)
+    scores = lab.scores(results, grid.measures, (NullKind.RANDOM_ENCODER,))
     return {"rows": lab.rows(results, config), "scores": scores, "left_out": left_out}
 
 

@@ -45,25 +45,39 @@ class Latents(NamedTuple):
 
 
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
-    """Return how much two independent distillations agree on, after each length of training."""
+    """Return how much two independent distillations agree on; after longer trainings only what cycle 0 finds."""
     pairs = []
     for factor in grid.token_factors:
         base = replace(lab.base, train=replace(lab.base.train, tokens=round(lab.base.train.tokens * factor)))
-        one, other = (_found(lab, grid, replace(base, seed=s)) for s in (seed, seed + FRESH))
+        as_given = factor == grid.token_factors[0]
+        one, other = (
+            _at_first(lab, grid, config) | (_later(lab, grid, config) if as_given else {})
+            for config in (replace(base, seed=seed), replace(base, seed=seed + FRESH))
+        )
         alike = {name: compare(one[name], other[name]) for name in one if name in other}
-        alike |= _rest(lab, grid, base, seed)
+        if as_given:
+            alike |= _rest(lab, grid, base, seed)
         pairs += [{"what": name, "tokens": base.train.tokens, **figures} for name, figures in alike.items()]
     return {"rows": [], "pairs": pairs}
 
 
-def _found(lab: Lab, grid: Grid, config: DistillConfig) -> dict[str, Latents]:
-    """Return all that one distillation finds, by name."""
+def _at_first(lab: Lab, grid: Grid, config: DistillConfig) -> dict[str, Latents]:
+    """Return what cycle 0 finds, by name, and random rows in the place of its first core."""
     start = lab.start(config)
-    capped = replace(config, max_rate=grid.max_rate)
-    n_pool = start.sae.config.prefixes[0]
-    found = {"prefix-0": latents(lab, start.sae, torch.arange(n_pool))}
-    first = lab.first_core(capped)
-    found["first core, capped"] = latents(lab, start.sae, first.slots_C)
+    first = lab.first_core(replace(config, max_rate=grid.max_rate))
+    core = latents(lab, start.sae, first.slots_C)
+    control = random_core(first, RandomKind.COVARIANCE_MATCHED, config.seed, lab.store)
+    return {
+        "prefix-0": latents(lab, start.sae, torch.arange(start.sae.config.prefixes[0])),
+        "first core, capped": core,
+        "random rows": core._replace(encoder_CD=control.encoder_CD, decoder_CD=control.encoder_CD),
+    }
+
+
+def _later(lab: Lab, grid: Grid, config: DistillConfig) -> dict[str, Latents]:
+    """Return what a distillation and a consensus find, by name."""
+    start, capped = lab.start(config), replace(config, max_rate=grid.max_rate)
+    found = {}
     for name, mode, asked in (("dense", CoreMode.DENSE, config), ("detector", CoreMode.DETECTOR, capped)):
         try:
             done, _ = lab.distill(replace(asked, core_mode=mode))
@@ -73,10 +87,6 @@ def _found(lab: Lab, grid: Grid, config: DistillConfig) -> dict[str, Latents]:
             found[f"distilled, {name}"] = latents(lab, done.last_sae, done.distilled.slots_C)
     with suppress(AttributionError):  # they may agree on nothing
         found["consensus"] = latents(lab, start.sae, agreed(lab, grid, capped).slots_C)
-    control = random_core(first, RandomKind.COVARIANCE_MATCHED, config.seed, lab.store)
-    found["random rows"] = found["first core, capped"]._replace(
-        encoder_CD=control.encoder_CD, decoder_CD=control.encoder_CD
-    )
     return found
 
 

@@ -19,8 +19,9 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     config = replace(lab.base, seed=seed)
     core = lab.first_core(config)
     rows, through = [], {}
-    for k in dict.fromkeys(scaled(config.k, factor) for factor in grid.random_k_factors):
-        for norm in grid.norms:
+    ks = list(dict.fromkeys(scaled(config.k, factor) for factor in grid.random_k_factors))
+    for k in ks:
+        for norm in grid.norms if k == ks[0] else ("found",):
             kinds = (RandomKind.NORM_MATCHED, RandomKind.COVARIANCE_MATCHED)
             chosen = lab.transfer_config(config, "random-core", k=(k,), core_norm=norm, random_cores=kinds)
             modes = (CoreMode.DENSE, CoreMode.DETECTOR) if norm == "found" else (CoreMode.DENSE,)

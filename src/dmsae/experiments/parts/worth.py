@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from dmsae.config import Json
 from dmsae.evaluation.fidelity import kept_fidelity
+from dmsae.evaluation.nulls import NullKind
 from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Lab
 from dmsae.experiments.parts import paper
@@ -28,7 +29,8 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     chosen += (beside := lab.transfer(alone, core))
     names = {one.name for one in chosen}
     rows = lab.rows([*results, *beside], config, [lab.held(core, config)])  # a price needs all that keep nothing
-    return {"rows": [row for row in rows if row["sae"] in names], "scores": lab.scores(chosen, grid.measures)}
+    scores = lab.scores(chosen, grid.measures, (NullKind.UNTRAINED, NullKind.RANDOM_ENCODER))
+    return {"rows": [row for row in rows if row["sae"] in names], "scores": scores}
 
 
 def _l0s(lab: Lab, results: Sequence[TrainResult]) -> dict[str, float]:
