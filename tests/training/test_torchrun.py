@@ -1,4 +1,4 @@
-"""The commands under torchrun itself: a rank is killed and all are restarted; meshes that do not fit are refused."""
+"""`dmsae train` under torchrun itself: meshes of two and four, a killed rank and a restart, a mesh that does not fit."""
 
 import os
 import signal
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dmsae.activations.store import Store
 from dmsae.disk import layout
 from dmsae.disk.run import running_process
 from dmsae.sae.config import SAEConfig
@@ -49,9 +50,22 @@ def test_torchrun_restarts_a_mesh_that_lost_a_rank(tmp_path: Path) -> None:
     assert "has lost contact with the others" in said
     assert said.count("Resuming at step") == 1
     assert len(metrics.read_text().splitlines()) == 60
-    train(SAEConfig(32, 64, 4, (16, 64)), store, tmp_path / "alone", RECIPE)
-    mesh, alone = SAE.load(out), SAE.load(tmp_path / "alone")
-    for name, tensor in alone.state_dict().items():
+    assert_like_one_process(out, store, tmp_path / "alone")
+
+
+def test_a_mesh_of_four_trains_as_one_process_does(tmp_path: Path) -> None:
+    store = planted_store(tmp_path / "store").store
+    shape = ("--width", 64, "--nesting", 16, 64, "--k", 4, "--mesh.data", 2, "--mesh.latents", 2)
+    process = torchrun(4, 0, "--store", store.path, "--out", tmp_path / "run", *shape)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert_like_one_process(tmp_path / "run", store, tmp_path / "alone")
+
+
+def assert_like_one_process(out: Path, store: Store, alone: Path) -> None:
+    train(SAEConfig(32, 64, 4, (16, 64)), store, alone, RECIPE)
+    mesh, expected = SAE.load(out), SAE.load(alone)
+    for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(mesh.state_dict()[name], tensor, rtol=1e-2, atol=1e-2)
 
 
