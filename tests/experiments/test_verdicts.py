@@ -111,7 +111,7 @@ PLANTED: dict[str, Json] = {
     "consistency": {
         "pairs": [
             {"what": what, "tokens": tokens, "share_found": share if tokens == 20 else 0.0}
-            for tokens in (10, 20)
+            for tokens in (10, 20, 40)
             for what, share in (
                 ("prefix-0", 0.2),
                 ("distilled, detector", 0.5),
@@ -119,6 +119,7 @@ PLANTED: dict[str, Json] = {
                 ("the rest beside a shared core", 0.3),
                 ("the same without a core", 0.2),
             )
+            if tokens < 40 or what == "prefix-0"
         ]
     },
     "benchmark": {

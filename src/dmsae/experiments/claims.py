@@ -87,10 +87,13 @@ def _effect(figures: Json) -> float | None:
 
 
 def _found_again(figures: Json, what: str, than: str) -> float | None:
-    """Return the share of one kind of latents that two independent runs both have, less that of another kind."""
-    longest = max((pair["tokens"] for pair in figures["pairs"]), default=0)
-    share = {pair["what"]: pair["share_found"] for pair in figures["pairs"] if pair["tokens"] == longest}
-    return float(share[what] - share[than]) if {what, than} <= set(share) else None
+    """Return the share of one kind of latents that two independent runs both have, less that of another kind, after the
+    longest training that has both."""
+    shares: dict[int, dict[str, float]] = {}
+    for pair in figures["pairs"]:
+        shares.setdefault(pair["tokens"], {})[pair["what"]] = pair["share_found"]
+    both = [tokens for tokens, share in shares.items() if {what, than} <= set(share)]
+    return shares[max(both)][what] - shares[max(both)][than] if both else None
 
 
 def _over_msae(figures: Json, method: str, measure: str, figure: str) -> float | None:
