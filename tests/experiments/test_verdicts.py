@@ -71,12 +71,17 @@ BENCHMARKED = (
 PLANTED: dict[str, Json] = {
     "random-core": {
         "rows": [
-            row("dense-k4-norm-found", norm="found"),
-            row("random-norm_matched-dense-k4-norm-found", norm="found"),
+            row(f"{source}-k{k}-norm-{norm}", k=k, norm=norm)
+            for k, norm in ((4, "found"), (4, 2.0), (8, "found"))
+            for source in ("dense", "random-norm_matched-dense")
         ],
         "curves": {
             "dense-k4-norm-found": {"l0_core": [10, 9]},
             "random-norm_matched-dense-k4-norm-found": {"l0_core": [10, 2]},
+            "dense-k4-norm-2.0": {"l0_core": [10, 6]},
+            "random-norm_matched-dense-k4-norm-2.0": {"l0_core": [10, 1]},
+            "dense-k8-norm-found": {"l0_core": [10, 8]},
+            "random-norm_matched-dense-k8-norm-found": {"l0_core": [10, 4]},
         },
     },
     "cycles": {
@@ -151,6 +156,9 @@ EXPECTED = (
     + [
         0.015,
         0.7,
+        0.4,
+        0.1,
+        0.3,
         0.5,
         0.6,
         1.0,

@@ -1,4 +1,4 @@
-"""`dmsae train` under torchrun itself: meshes of two and four, a killed rank and a restart, a mesh that does not fit."""
+"""`dmsae train` under torchrun itself: meshes of two and four, a killed rank, a mesh that does not fit."""
 
 import os
 import signal

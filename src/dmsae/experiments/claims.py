@@ -44,17 +44,35 @@ def _persists(figures: Json, mode: str) -> float | None:
     return float(shares["selected"] - shares["random"])
 
 
-def _stays_in_use(figures: Json, control: str) -> float | None:
-    """Return how much of its first activity a core keeps to the end of training, less what a random one keeps."""
-    kept = {}
-    for source in ("dense", f"random-{control}-dense"):
-        row = next((row for row in figures["rows"] if row["sae"].startswith(source) and row["norm"] == "found"), None)
-        activity = figures["curves"][row["sae"]]["l0_core"] if row else []
-        if len(activity) < 2 or not activity[0]:
-            return None
-        kept[source] = activity[-1] / activity[0]
-    one, other = kept.values()
-    return float(one - other)
+def _activity_kept(figures: Json, source: str, norm: object, k: int | None = None) -> float | None:
+    """Return the share of its first L0 that a core keeps to the end of training, at the first k if none is given."""
+    rows = [row for row in figures["rows"] if row["sae"].startswith(source) and row["norm"] == norm]
+    row = next((row for row in rows if k in (None, row["k"])), None)
+    activity = figures["curves"][row["sae"]]["l0_core"] if row else []
+    return activity[-1] / activity[0] if len(activity) > 1 and activity[0] else None
+
+
+def _stays_in_use(figures: Json, k: int | None = None) -> float | None:
+    """Return how much of its first activity a core keeps, less what a random one of equal norms keeps."""
+    kept = [_activity_kept(figures, source, "found", k) for source in ("dense", "random-norm_matched-dense")]
+    return kept[0] - kept[1] if kept[0] is not None and kept[1] is not None else None
+
+
+def _largest_k(figures: Json) -> int | None:
+    """Return the largest of several k, if there are several."""
+    ks = sorted({row["k"] for row in figures["rows"]})
+    return ks[-1] if len(ks) > 1 else None
+
+
+def _stays_at_large_k(figures: Json) -> float | None:
+    k = _largest_k(figures)
+    return _stays_in_use(figures, k) if k else None
+
+
+def _longer_rows_decay(figures: Json, source: str) -> float | None:
+    """Return how much of its first activity a core keeps, less what it keeps when its rows are twice as long."""
+    kept = [_activity_kept(figures, source, norm) for norm in ("found", 2.0)]
+    return kept[0] - kept[1] if kept[0] is not None and kept[1] is not None else None
 
 
 def _carry_over(figures: Json) -> dict[int, float]:
@@ -164,7 +182,28 @@ CLAIMS = (
         PAPER,
         "random-core",
         "share of its first L0 that the core keeps to the end of training, less that of random rows",
-        lambda figures: _stays_in_use(figures, "norm_matched"),
+        _stays_in_use,
+    ),
+    Claim(
+        "A distilled core stays in use while a random one of equal norms decays, at the largest k tried.",
+        PAPER,
+        "random-core",
+        "share of its first L0 that the core keeps to the end of training, less that of random rows",
+        _stays_at_large_k,
+    ),
+    Claim(
+        "A random core decays more when its rows are twice as long.",
+        OURS,
+        "random-core",
+        "share of its first L0 that a random core keeps, rows of the core's norms less rows twice as long",
+        lambda figures: _longer_rows_decay(figures, "random-norm_matched-dense"),
+    ),
+    Claim(
+        "The first core, too, decays more when its rows are twice as long.",
+        OURS,
+        "random-core",
+        "share of its first L0 that the core keeps, rows as found less rows twice as long",
+        lambda figures: _longer_rows_decay(figures, "dense"),
     ),
     Claim(
         "A subset of the first core persists across cycles, more than from a random start.",
