@@ -1,6 +1,7 @@
 """The parts of experiments, whole but small: what each gives, what is kept, and that it is not run again."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from dmsae.config import Json
-from dmsae.cores.attribution import AttributionConfig
+from dmsae.cores.attribution import AttributionConfig, QuantileOver
 from dmsae.distillation.config import DistillConfig
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.experiments.catalog import EXPERIMENTS, PARTS, settings_of
@@ -186,6 +187,17 @@ def test_what_two_parts_need_is_trained_once(results: Path, directory: Path, lab
     assert lab.start(BASE).directory.name in before
     PARTS["capped"].run(lab, GRID, 0)
     assert {path.name for path in (directory / "runs").iterdir()} == before
+
+
+def test_scores_of_a_shared_sae_follow_the_rule_that_is_asked_for(lab: Lab) -> None:
+    one, other = (
+        lab.start(replace(lab.base, attribution=replace(lab.base.attribution, quantile_over=over)))
+        for over in QuantileOver
+    )
+    assert one.directory == other.directory
+    assert torch.equal(one.attribution.scores_P, one.attribution.over(QuantileOver.ALL).scores_P)
+    assert torch.equal(other.attribution.scores_P, other.attribution.over(QuantileOver.ACTIVE).scores_P)
+    assert not torch.equal(one.attribution.scores_P, other.attribution.scores_P)
 
 
 def test_what_was_kept_is_not_run_again(results: Path, lab: Lab) -> None:

@@ -71,11 +71,12 @@ class Lab:
         train = replace(config.train, seed=derive_seed(config.seed, "cycle", 0))
         (result,) = self.train([SAESpec(layout.SAE, config.sae(self.store.d_model, 0))], train)
         here = result.directory.parent
+        scores = here / f"{layout.ATTRIBUTION}-{canonical_hash(to_dict(config.attribution))[:16]}"
         with self._held(here):
-            if not layout.has_artifact(here, layout.ATTRIBUTION):
+            if not layout.has_artifact(scores, layout.ATTRIBUTION):
                 sae = SAE.load(result.directory).to(training_device(train.device))
-                attribute(sae, self.store, config.attribution).save(here)
-        return Start(here, SAE.load(result.directory), Attribution.load(here))
+                attribute(sae, self.store, config.attribution).save(scores)
+        return Start(here, SAE.load(result.directory), Attribution.load(scores))
 
     def first_core(self, config: DistillConfig) -> Core:
         """Return the core that is selected after cycle 0."""

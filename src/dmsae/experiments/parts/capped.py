@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dmsae.config import Json
+from dmsae.cores.attribution import Attribution
 from dmsae.cores.controls import RandomKind, Rule, core_by_rule
 from dmsae.cores.core import Core, Provenance
 from dmsae.distillation.config import DistillConfig
@@ -18,13 +19,14 @@ from dmsae.sae.config import CoreMode
 
 
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
-    """Return the rows of one seed, and why a rule's core did not fit the budget."""
+    """Return the rows of one seed, how many candidates there were, and why a rule's core did not fit the budget."""
     config = replace(lab.base, seed=seed, max_rate=grid.max_rate)
     core = lab.first_core(config)
     chosen = detectors(lab, config, "capped")
     beside, left_out = fitting(lab, chosen, by_rules(lab, config, grid.rules, len(core)))
     known = [lab.held(one, config) for one in (core, *beside.values())]
-    return {"rows": lab.rows(lab.transfer(chosen, core, beside), config, known), "left_out": left_out}
+    rows = lab.rows(lab.transfer(chosen, core, beside), config, known)
+    return {"rows": rows, "n_candidates": len(candidates(lab, config).latents_P), "left_out": left_out}
 
 
 def detectors(lab: Lab, config: DistillConfig, purpose: str) -> TransferConfig:
@@ -41,10 +43,15 @@ def detectors(lab: Lab, config: DistillConfig, purpose: str) -> TransferConfig:
 
 def by_rules(lab: Lab, config: DistillConfig, rules: Sequence[Rule], n: int) -> dict[str, Core]:
     """Return the cores of n latents that other rules choose among the candidates below the cap of a distillation."""
-    start, provenance = lab.start(config), Provenance.of(lab.store, config.result_settings())
-    cap = 1.0 if config.max_rate is None else config.max_rate
-    pool = start.attribution.among(start.attribution.firing_rates_P <= cap)
-    return {str(rule): core_by_rule(rule, start.sae, pool, n, lab.store, provenance, config.seed) for rule in rules}
+    sae, pool = lab.start(config).sae, candidates(lab, config)
+    provenance = Provenance.of(lab.store, config.result_settings())
+    return {str(rule): core_by_rule(rule, sae, pool, n, lab.store, provenance, config.seed) for rule in rules}
+
+
+def candidates(lab: Lab, config: DistillConfig) -> Attribution:
+    """Return the scores of those latents of cycle 0 that a core may have: they fire no more often than the cap."""
+    scores = lab.start(config).attribution
+    return scores.among(scores.firing_rates_P <= (1.0 if config.max_rate is None else config.max_rate))
 
 
 def fitting(lab: Lab, chosen: TransferConfig, cores: dict[str, Core]) -> tuple[dict[str, Core], Json]:
