@@ -13,7 +13,7 @@ from conftest import Recorder
 from dmsae.errors import ConfigError, SweepError
 from dmsae.sweeps.cluster import ClusterConfig, EngineKind, read_cluster
 from dmsae.sweeps.engines import LocalProcesses, Slurm, gpu_names
-from dmsae.sweeps.job import Job, read_board
+from dmsae.sweeps.job import Job, JobState, read_board
 from dmsae.sweeps.sweep import run_jobs
 
 TESTS = Path(__file__).parents[1]
@@ -107,11 +107,15 @@ def test_a_job_in_the_queue_outlives_the_command_and_is_not_submitted_twice(
     assert Path("ids").read_text() == "101\n", "it was submitted once"
 
 
-def test_what_sbatch_refuses_is_told(slurm: Path) -> None:
-    with pytest.raises(SweepError, match="sbatch did not take the job a: invalid partition specified: none"):
-        run_jobs(
-            [Job("a", work.break_down, {})], Path("run"), Slurm(ClusterConfig(EngineKind.SLURM, partition="none")), 1
-        )
+def test_what_sbatch_refuses_has_failed_and_stops_no_other(slurm: Path) -> None:
+    jobs = [Job(name, work.break_down, {}) for name in ("a", "b")]
+    with pytest.raises(SweepError, match="2 of 2 jobs failed"):
+        run_jobs(jobs, Path("run"), Slurm(ClusterConfig(EngineKind.SLURM, partition="none")), 1)
+    refused = "sbatch did not take the job {}: invalid partition specified: none"
+    board = read_board(Path("run"))
+    for name in ("a", "b"):
+        assert board[name].state is JobState.FAILED
+        assert refused.format(name) in board[name].cause
 
 
 def test_without_slurm_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

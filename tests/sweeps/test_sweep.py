@@ -15,7 +15,7 @@ from conftest import Recorder
 from dmsae.disk import layout
 from dmsae.errors import BusyError, CheckpointError, SweepError
 from dmsae.sweeps.engines import LocalProcesses, ThisProcess
-from dmsae.sweeps.job import Job, JobState, job_directory, last_lines, read_board, was_done
+from dmsae.sweeps.job import Job, JobState, JobStatus, job_directory, last_lines, read_board, was_done, write_status
 from dmsae.sweeps.sweep import make_engine, run_jobs
 
 TESTS = Path(__file__).parents[1]
@@ -151,6 +151,52 @@ def test_what_a_killed_command_left_at_work_is_waited_for(tmp_path: Path) -> Non
     run_jobs([Job("slow", call, {})], tmp_path, ThisProcess(), 1, told)
     assert told.notes[0] == "slow: at work since an earlier command; waiting for it."
     assert states(tmp_path) == {"slow": "done"}
+
+
+class _Crowd:
+    """An engine on which jobs of an earlier command are at work, and that counts how many run at once."""
+
+    poll_seconds, outlives_us = 0.0, False
+
+    def __init__(self, at_work: set[str]) -> None:
+        self._at_work, self.running, self.most = at_work, 0, 0
+
+    def find(self, directory: Path) -> "_Member | None":
+        return self._member(directory, 3) if directory.name in self._at_work else None
+
+    def start(self, job: Job, directory: Path) -> "_Member":
+        return self._member(directory, 1)
+
+    def _member(self, directory: Path, steps: int) -> "_Member":
+        self.running += 1
+        self.most = max(self.most, self.running)
+        directory.mkdir(parents=True, exist_ok=True)
+        return _Member(self, directory, steps)
+
+
+class _Member:
+    """A job that ends after some looks at it."""
+
+    def __init__(self, crowd: _Crowd, directory: Path, steps: int) -> None:
+        self._crowd, self._directory, self._steps = crowd, directory, steps
+
+    def is_over(self) -> bool:
+        self._steps -= 1
+        if self._steps == 0:
+            self._crowd.running -= 1
+            write_status(self._directory, JobStatus(JobState.DONE))
+        return self._steps <= 0
+
+    def stop(self) -> None:
+        pass
+
+
+def test_no_job_starts_while_an_earlier_command_left_more_at_work_than_may_run(tmp_path: Path) -> None:
+    jobs = [Job(f"job-{i}", work.break_down, {}) for i in range(8)]
+    crowd = _Crowd({f"job-{i}" for i in range(4)})
+    run_jobs(jobs, tmp_path, crowd, 2)
+    assert crowd.most == 4
+    assert set(states(tmp_path).values()) == {"done"}
 
 
 def test_without_submitit_one_job_at_a_time_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from dmsae.errors import BusyError, SweepError, first_line
 from dmsae.progress import SILENT, Progress, human_seconds
 from dmsae.sweeps.cluster import ClusterConfig, EngineKind
 from dmsae.sweeps.engines import Asked, Engine, Handle, LocalProcesses, Slurm, ThisProcess
-from dmsae.sweeps.job import Job, JobState, job_directory, read_status, waiting, write_status
+from dmsae.sweeps.job import Job, JobState, ended, job_directory, read_status, waiting, write_status
 from dmsae.sweeps.ray import Ray
 
 
@@ -77,15 +77,26 @@ class _Sweep:
 
     def step(self) -> None:
         """Start what can be started, wait a little, and look at what has ended."""
-        for job in [job for job in self._open if self._is_ready(job)][: self._at_once - len(self._running)]:
-            self._progress.note(f"{job.name}: started.")
-            self._running.append((job, self._engine.start(job, job_directory(self._run, job.name))))
+        room = max(0, self._at_once - len(self._running))  # an earlier command may have left more at work
+        for job in [job for job in self._open if self._is_ready(job)][:room]:
             self._open.remove(job)
+            self._start(job)
         time.sleep(self._engine.poll_seconds)
         over = [(job, handle) for job, handle in self._running if handle.is_over()]
         self._running = [pair for pair in self._running if pair not in over]
         for job, handle in over:
             self._settle(job, isinstance(handle, _Held))
+
+    def _start(self, job: Job) -> None:
+        """Start a job; one that cannot be started has failed, and stops no other."""
+        directory = job_directory(self._run, job.name)
+        self._progress.note(f"{job.name}: started.")
+        try:
+            self._running.append((job, self._engine.start(job, directory)))
+        except SweepError as error:
+            with exclusive_lock(directory / layout.LOCK, f"The job {job.name}"):
+                write_status(directory, ended(waiting(job), str(error)))
+            self._progress.warn(f"{job.name}: failed: {first_line(error)}.")
 
     def stop(self) -> None:
         """Tell jobs to end that would end with this process anyway, and wait until they have saved what they had."""
