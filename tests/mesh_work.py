@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 import signal
 import sys
 import time
@@ -237,6 +238,7 @@ def learn(comms: Comms, name: str, n_steps: int) -> Learned:
         scale, b_dec = first_look(_Double(stream), 3, comms)  # type: ignore[arg-type]
         learner = Learner(spec, config, config.schedule(), b_dec, scale, comms)
         learner.sae.double()
+        learner.hold_gradients()
         stream.seek(Cursor())
         results, groups, inference = [], [], []
         for step_ in range(n_steps):
@@ -271,9 +273,10 @@ def save_parts(comms: Comms, directory: Path, tensors: dict[str, Tensor], starts
 
 def load_parts(comms: Comms, directory: Path, starts: dict[str, int]) -> tuple[dict[str, Tensor], Any]:
     """Return what a rank loads."""
-    loaded = Checkpoints(directory, starts, comms).load()
-    assert loaded is not None
-    return loaded
+    checkpoints = Checkpoints(directory, starts, comms)
+    newest = checkpoints.newest()
+    assert newest is not None
+    return checkpoints.load(newest)
 
 
 class Summed(NamedTuple):
@@ -286,10 +289,10 @@ class Summed(NamedTuple):
     left_open: list[str]
 
 
-def sum_held(comms: Comms, values: list[Tensor], blind: list[int]) -> Summed:
+def sum_held(comms: Comms, values: list[Tensor], blind: list[int], lacking: str = "posix_fallocate") -> Summed:
     """Sum one tensor of each data rank where `holding` puts it; ranks in `blind` have no memory to share."""
     value = values[comms.data.rank]
-    with patch.object(os, "posix_fallocate", side_effect=OSError) if comms.data.rank in blind else nullcontext():
+    with patch.object(os, lacking, side_effect=OSError) if comms.data.rank in blind else nullcontext():
         axis, (held,) = comms.data.holding([value])
     held.copy_(value)
     axis.sum_(held)
@@ -297,6 +300,32 @@ def sum_held(comms: Comms, values: list[Tensor], blind: list[int]) -> Summed:
     descriptors = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     memory = [name for name in (str(link.readlink()) for link in descriptors) if "memfd:dmsae" in name]
     return Summed(held.clone(), comms.data.sum_(value.clone()), bool(axis._held), memory)
+
+
+def sum_often(comms: Comms, n_sums: int) -> list[float]:
+    """Sum one tensor again and again while ranks dawdle; return how far each sum is from what it should be."""
+    dawdling = random.Random(comms.both.rank)
+    axis, (held,) = comms.data.holding([torch.zeros(300_000, dtype=torch.float64)])
+    assert isinstance(axis, Group)
+    assert axis._held
+    off = []
+    for turn in range(n_sums):
+        time.sleep(dawdling.choice((0.0, 0.0, 0.002, 0.01)))
+        held.fill_(turn * (comms.data.rank + 1))
+        axis.sum_(held)
+        time.sleep(dawdling.choice((0.0, 0.0, 0.002, 0.01)))
+        off.append(float((held - turn * sum(range(1, comms.data.size + 1))).abs().max()))
+    return off
+
+
+def resume_failing(comms: Comms, directory: Path, what: str, failing: int) -> str:
+    """Resume a training while one rank cannot do something; return what each rank hears."""
+    error = StoreError(f"rank {failing} is out of luck")
+    with patch(what, side_effect=error) if comms.both.rank == failing else nullcontext():
+        try:
+            return train_here(comms, directory)
+        except DmsaeError as heard:
+            return f"{type(heard).__name__}: {heard}"
 
 
 def settle(comms: Comms, failing: list[int]) -> str:

@@ -16,7 +16,6 @@ from dmsae.errors import CheckpointError, ConfigError
 from dmsae.sae.comms import ALONE
 from dmsae.sae.sae import SAE
 from dmsae.sae.shard import owned_rows
-from dmsae.training.checkpoints import Checkpoints
 from dmsae.training.learner import sharded_names
 from dmsae.training.mesh import MeshConfig, join, require_fits
 from mesh_work import (
@@ -25,6 +24,7 @@ from mesh_work import (
     lead_or_follow,
     learn,
     load_parts,
+    resume_failing,
     same,
     save_parts,
     save_whole,
@@ -200,9 +200,24 @@ def test_damage_is_noticed_wherever_it_is(mesh: Meshes, tmp_path: Path) -> None:
         for damaged in (b"", original[:-20], original[:-30] + bytes([original[-30] ^ 1]) + original[-29:]):
             path.write_bytes(damaged)
             with pytest.raises(CheckpointError, match="5"):
-                Checkpoints(tmp_path, STARTS, ALONE).load()
+                load_parts(ALONE, tmp_path, STARTS)
         path.write_bytes(original)
     assert load_parts(ALONE, tmp_path, STARTS)[1] == {"step": 5}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "dmsae.training.passes.require_shared",
+        "dmsae.training.checkpoints.Checkpoints.load",
+        "dmsae.training.learner.Learner.restore",
+        "dmsae.training.trainer.require_trainable",
+    ],
+)
+def test_a_rank_that_cannot_resume_says_so_on_all(mesh: Meshes, tmp_path: Path, what: str) -> None:
+    assert mesh.run((2, 1), train_here, tmp_path, 3) == ["stopped"] * 2
+    assert mesh.run((2, 1), resume_failing, tmp_path, what, 1) == ["MeshError: Rank 1 of 2: rank 1 is out of luck"] * 2
+    assert mesh.run((2, 1), train_here, tmp_path) == ["finished"] * 2
 
 
 def test_an_error_on_one_rank_is_heard_on_all(mesh: Meshes) -> None:

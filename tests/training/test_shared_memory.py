@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmsae.training.shared_memory import _NONCE, _opened, _Place, add_up_
-from mesh_work import sum_held
+from mesh_work import sum_held, sum_often
 from meshes import Meshes, meshes
 
 
@@ -32,9 +32,16 @@ def test_what_is_shared_sums_to_what_is_sent(mesh: Meshes, shape: tuple[int, int
             assert torch.equal(found.held, found.sent)
 
 
-def test_all_do_without_when_one_has_no_memory_to_share(mesh: Meshes) -> None:
+@pytest.mark.parametrize("shape", [(2, 1), (4, 1)])
+def test_ranks_that_dawdle_spoil_no_sum(mesh: Meshes, shape: tuple[int, int]) -> None:
+    for off in mesh.run(shape, sum_often, 60):
+        assert off == [0.0] * 60
+
+
+@pytest.mark.parametrize("lacking", ["posix_fallocate", "memfd_create"])
+def test_all_do_without_when_one_has_no_memory_to_share(mesh: Meshes, lacking: str) -> None:
     values = [torch.randn(50), torch.randn(50)]
-    for found in mesh.run((2, 1), sum_held, values, [1]):
+    for found in mesh.run((2, 1), sum_held, values, [1], lacking):
         assert not found.is_shared
         assert torch.equal(found.held, values[0] + values[1])
 

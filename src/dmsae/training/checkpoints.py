@@ -73,11 +73,10 @@ class Checkpoints:
                 self._forget_meshes(but=place)
                 remove_checkpoint(self._file)
 
-    def load(self) -> tuple[dict[str, Tensor], Json] | None:
-        """Return the newest checkpoint as what this rank owns of it, and its state; None when there is none."""
-        path = self.newest()
-        if path is None or path.is_dir():
-            return self._read(path) if path else None
+    def load(self, path: Path) -> tuple[dict[str, Tensor], Json]:
+        """Return a checkpoint as what this rank owns of it, and its state."""
+        if path.is_dir():
+            return self._read(path)
         tensors, state = load_checkpoint(path)
         return {name: self._own(name, tensor) for name, tensor in tensors.items()}, state
 

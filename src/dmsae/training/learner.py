@@ -114,15 +114,20 @@ class Learner:
         self._whole, self._detectors, self._total_budget = spec.sae, spec.detectors, spec.total_budget
         self.l0_core: float | None = None
         self.optimiser = adam(self.sae, config.lr, config.betas)
-        data, gradients = comms.data.holding(self.sae.parameters())
-        self._comms = comms._replace(data=data)
-        for parameter, gradient in zip(self.sae.parameters(), gradients, strict=True):
-            parameter.grad = gradient
+        self._comms, self._data = comms, comms.data
+        self.hold_gradients()
         self.idle_tokens_K = torch.zeros(self.sae.config.width, dtype=torch.int64, device=b_dec.device)
         self.threshold: float | None = None
         self.warm_start: float | None = None
         self.has_learned, self.low_steps = False, 0
         self.state, self.ended_at, self.cause = TrainState.TRAINING, 0, ""
+
+    def hold_gradients(self) -> None:
+        """Give every parameter a gradient of zeros, in a place where the data ranks can sum them."""
+        data, gradients = self._data.holding(self.sae.parameters())
+        self._comms = self._comms._replace(data=data)
+        for parameter, gradient in zip(self.sae.parameters(), gradients, strict=True):
+            parameter.grad = gradient
 
     @property
     def dead_K(self) -> Tensor:
@@ -152,7 +157,7 @@ class Learner:
         return result
 
     def finish(self) -> None:
-        """Record how the training ended, unless it ended earlier, and free the memory of the optimiser."""
+        """Record how the training ended, unless it ended earlier; free the memory of optimiser and gradients."""
         if self.state is TrainState.TRAINING and self.low_steps > self._patience:
             self._collapse(self._schedule.steps)
         elif self.state is TrainState.TRAINING and self._is_over_budget():
@@ -163,6 +168,7 @@ class Learner:
             self._end(TrainState.FINISHED, self._schedule.steps)
         self.optimiser.state.clear()
         self.optimiser.zero_grad()
+        self._comms = self._comms._replace(data=self._data)  # the other one holds the gradients too
 
     @property
     def whole(self) -> SAEConfig:

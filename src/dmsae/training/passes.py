@@ -1,7 +1,8 @@
 """One pass over a stream of activations: the learners that share it, its checkpoints, what it logs and saves."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -122,30 +123,41 @@ class Pass:
 
     def _begin(self) -> None:
         """Set up the learners, fresh or as they were at the last checkpoint."""
+        newest: Path | None = None
         with settled(self._comms.both):
             require_shared(self._directory)
-            resumed = self._checkpoints.load()
-            if resumed is not None:
-                self._resume(*resumed)
-        if resumed is None:
-            self._scale, b_dec = first_look(self._stream, self._config.norm_batches, self._comms)
-            self._stream.seek(Cursor())
-            self._make_learners(b_dec)
-            with settled(self._comms.both):
-                self._open_logs(None)
+            newest = self._checkpoints.newest() if self._comms.is_first else None
+        newest = self._comms.both.of_first(newest)  # a rank may see an older one: a file system can lag behind
+        if newest is not None:
+            self._resume(newest)
+            return
+        self._scale, b_dec = first_look(self._stream, self._config.norm_batches, self._comms)
+        self._stream.seek(Cursor())
+        self._make_learners(b_dec)
+        with settled(self._comms.both):
+            self._open_logs(None)
 
-    def _resume(self, tensors: dict[str, Tensor], state: Json) -> None:
-        try:
+    def _resume(self, checkpoint: Path) -> None:
+        with self._reading():
+            tensors, state = self._checkpoints.load(checkpoint)
             self._step, self._scale, cursor = state["step"], state["scale"], Cursor(**state["cursor"])
             self._last = {name: from_dict(StepMetrics, last) for name, last in state["last"].items()}
-            self._make_learners(torch.zeros(self._stream.d_model, device=self._stream.device))
+        self._make_learners(torch.zeros(self._stream.d_model, device=self._stream.device))
+        with self._reading():
             for learner in self._learners:
                 learner.restore(tensors, state["learners"][learner.name])
             self._progress.note(f"Resuming at step {self._step:,} of {self._schedule.steps:,}.")
             self._open_logs(state)
             self._stream.seek(cursor)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, ConfigError) as error:
-            raise self._checkpoints.unusable(error) from error
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Let a checkpoint that one rank cannot use end the block on all of them; ranks must not talk inside it."""
+        with settled(self._comms.both):
+            try:
+                yield
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, ConfigError) as error:
+                raise self._checkpoints.unusable(error) from error
 
     def _make_learners(self, b_dec: Tensor) -> None:
         self._learners = [

@@ -8,7 +8,6 @@ from dmsae.disk import layout
 from dmsae.errors import ConfigError, MeshError
 from dmsae.training.config import TrainConfig
 from dmsae.training.learner import SAESpec
-from dmsae.training.metrics import require_sinks
 
 
 def require_shared(directory: Path) -> None:
@@ -34,7 +33,6 @@ def require_trainable(specs: Sequence[SAESpec], config: TrainConfig, stream: Act
             raise ConfigError(
                 f"{spec.name}: d_model = {spec.sae.d_model}, but the activations have width {stream.d_model}."
             )
-    require_sinks(config.log_to)
     if stream.batch_size != config.batch_size:
         raise ConfigError(f"batch_size = {config.batch_size}, but the stream gives {stream.batch_size} at a time.")
 

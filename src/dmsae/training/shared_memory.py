@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -56,22 +56,22 @@ def add_up_(parts: Sequence[Tensor], rank: int) -> None:
 
 @contextmanager
 def _offered(n_bytes: int) -> Iterator[_Place | None]:
-    """Offer memory of this process, which others can open during the block; None where there is not that much."""
-    if not n_bytes or sys.platform != "linux":
-        yield None
-        return
+    """Offer memory of this process, which others can open during the block; None where it cannot be had."""
+    with ExitStack() as held:
+        yield _reserved(n_bytes, held) if n_bytes and sys.platform == "linux" else None
+
+
+def _reserved(n_bytes: int, held: ExitStack) -> _Place | None:
+    """Return memory that is closed with a stack; what is mapped by then stays."""
     nonce = secrets.token_bytes(_NONCE)
-    descriptor = os.memfd_create("dmsae")
     try:
-        place: _Place | None = _Place(f"/proc/{os.getpid()}/fd/{descriptor}", n_bytes, nonce)
-        try:
-            os.posix_fallocate(descriptor, 0, n_bytes + _NONCE)
-            os.pwrite(descriptor, nonce, n_bytes)
-        except OSError:
-            place = None
-        yield place
-    finally:
-        os.close(descriptor)  # what is mapped stays
+        descriptor = os.memfd_create("dmsae")
+        held.callback(os.close, descriptor)
+        os.posix_fallocate(descriptor, 0, n_bytes + _NONCE)
+        os.pwrite(descriptor, nonce, n_bytes)
+    except OSError:
+        return None
+    return _Place(f"/proc/{os.getpid()}/fd/{descriptor}", n_bytes, nonce)
 
 
 def _opened(place: _Place | None) -> Tensor | None:

@@ -34,6 +34,7 @@ from dmsae.training.config import TrainConfig
 from dmsae.training.learner import SAESpec, sharded_names
 from dmsae.training.memory import fitting_together
 from dmsae.training.mesh import require_fits, require_same, shape_of
+from dmsae.training.metrics import require_sinks
 from dmsae.training.passes import Pass
 from dmsae.training.requirements import require_trainable
 from dmsae.training.result import TrainResult, read_result, require_one_usable
@@ -83,11 +84,12 @@ def train_together(
     config = config or TrainConfig()
     require_fits(shape_of(comms), config.batch_size, {spec.name: spec.sae.width for spec in specs})
     share = comms.data.rank, comms.data.size
-    stream = ActivationStream(source, config.batch_size, config.seed, training_device(config.device), share)
-    try:
-        return Trainer(specs, config, stream, directory, source.facts | (made_from or {}), progress, comms).run()
-    finally:
-        stream.close()
+    with ExitStack() as opened:
+        with settled(comms.both):
+            stream = ActivationStream(source, config.batch_size, config.seed, training_device(config.device), share)
+            opened.callback(stream.close)
+            trainer = Trainer(specs, config, stream, directory, source.facts | (made_from or {}), progress, comms)
+        return trainer.run()
 
 
 class Trainer:
@@ -107,6 +109,7 @@ class Trainer:
         comms: Comms = ALONE,
     ) -> None:
         require_trainable(specs, config, stream)
+        require_sinks(config.log_to if comms.is_first else ())
         self._specs, self._config, self._stream, self._directory = specs, config, stream, directory
         self._progress, self._comms = progress if comms.is_first else SILENT, comms
         self._checkpoints = Checkpoints(directory, sharded_names(specs), comms)
