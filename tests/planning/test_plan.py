@@ -11,7 +11,7 @@ from dmsae.activations.request import HarvestConfig
 from dmsae.commands.recipes import read_sections
 from dmsae.distillation.config import DistillConfig
 from dmsae.distillation.transfer import TransferConfig
-from dmsae.errors import ModelError
+from dmsae.errors import ConfigError, ModelError
 from dmsae.planning import plan as planning
 from dmsae.planning.models import PUBLISHED, ModelFacts, model_bytes, model_facts
 from dmsae.planning.plan import plan
@@ -62,6 +62,29 @@ def test_the_papers_setting() -> None:
     assert transfer.what.startswith("12 SAEs")
     assert needs.passes == 1
     assert plan(sections.harvest, sections.distill, sections.transfer, GEMMA, MeshConfig(), int(24e9)).passes == 3
+
+
+@pytest.mark.usefixtures("_no_steps")
+def test_a_mesh_that_training_would_refuse_is_refused() -> None:
+    sections = read_sections("gemma-2-2b")
+    recipe = (sections.harvest, sections.distill, sections.transfer, GEMMA)
+    with pytest.raises(ConfigError, match=r"batch_size = 2048; it must be a multiple of mesh\.data \(3\)"):
+        plan(*recipe, MeshConfig(data=3))
+    with pytest.raises(ConfigError, match=r"distill: width = 65536; it must be a multiple of mesh\.latents \(3\)"):
+        plan(*recipe, MeshConfig(latents=3))
+
+
+@pytest.mark.usefixtures("_no_steps")
+def test_ranks_of_a_cpu_count_the_gradients_of_others_that_they_add_up() -> None:
+    sections = read_sections("demo")
+    facts = ModelFacts(576, 30, 134_000_000, 49_152, "known")
+    recipe = (sections.harvest, sections.distill, sections.transfer, facts)
+    sharing, sending = (plan(*recipe, MeshConfig(data=2, share_memory=share)).stages[1] for share in (True, False))
+    assert sharing.host_bytes is not None
+    assert sending.host_bytes is not None
+    assert sharing.host_bytes - sending.host_bytes == pytest.approx(4 * 2 * 2048 * 576 / 2, rel=0.01)
+    on_gpus = plan(*recipe, MeshConfig(data=2), available=int(80e9)).stages[1]
+    assert on_gpus.host_bytes == sending.host_bytes
 
 
 @pytest.mark.usefixtures("_no_steps")

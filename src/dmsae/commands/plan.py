@@ -108,7 +108,9 @@ def _print(needs: Needs, facts: ModelFacts, mesh: MeshConfig, available: int | N
     )
     shared = f" on {mesh.size} devices like this machine's, as if they shared it without loss" if mesh.size > 1 else ""
     if mesh.size > 1:
-        out.print("sent: by each rank, in one step of one SAE.")
+        shares = mesh.share_memory and available is None and mesh.data > 1
+        no_gradients = " Gradients count, which ranks of one machine share instead of sending them." if shares else ""
+        out.print(f"sent: by each rank, in one step of one SAE.{no_gradients}")
     out.print(f"hours: from steps measured now{shared}; not measured: scoring and evaluation.")
     over = [one for one in needs.stages if available is not None and (one.device_bytes or 0) > available]
     for one in over:

@@ -1,6 +1,7 @@
 """What a recipe needs at each stage, before it starts: memory, disk, traffic between ranks, hours."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from dmsae.activations.dtypes import torch_dtype
@@ -16,7 +17,7 @@ from dmsae.sae.comms import step_bytes
 from dmsae.sae.config import SAEConfig
 from dmsae.training.config import TrainConfig
 from dmsae.training.memory import TrainingMemory, fitting_together, saved_bytes, training_memory, whole_bytes
-from dmsae.training.mesh import MeshConfig
+from dmsae.training.mesh import MeshConfig, require_fits
 
 CORE_SHARE = 0.1
 """Share of prefix-0 that a core is taken to have in a plan: cores are small beside the width and move little."""
@@ -36,7 +37,7 @@ class Stage(NamedTuple):
     disk_bytes: int
     """Written and kept."""
     wire_bytes: int
-    """Sent by each rank in a step."""
+    """Sent by each rank in a step; ranks that share memory send less."""
     hours: float | None
 
 
@@ -62,6 +63,10 @@ def plan(
     `available` is the memory of each device, by which the SAEs of a transfer are spread over passes. `harvest_seconds`
     are from a measured dry run. Hours are those of one device like this one, divided by the ranks.
     """
+    require_fits(mesh, distill.train.batch_size, {"distill": distill.width})
+    require_fits(mesh, transfer.train.batch_size, {"transfer": transfer.width})
+    if available is not None:  # on GPUs: their ranks share no memory
+        mesh = replace(mesh, share_memory=False)
     block = harvest.shard_tokens * facts.d_model * torch_dtype(harvest.dtype).itemsize
     first = distill.sae(facts.d_model, 0)
     stages = [_harvest(harvest, facts, None if harvest_seconds is None else harvest_seconds / mesh.size)]
@@ -123,7 +128,8 @@ def _training(
     disk = sum(map(saved_bytes, saes))
     # With many parts, what comes after the training takes more than a part of the training.
     device_bytes = max(memory.device, *(whole_bytes(sae, train.batch_size) for sae in saes))
-    return Stage(name, what, device_bytes, memory.stream + memory.checkpoint, disk, wire, total / 3600)
+    host_bytes = memory.stream + memory.checkpoint + memory.shared
+    return Stage(name, what, device_bytes, host_bytes, disk, wire, total / 3600)
 
 
 def _transferred(config: TransferConfig, d_model: int) -> list[SAEConfig]:
