@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 
 from dmsae.activations.store import Store
-from dmsae.cores.attribution import Attribution
+from dmsae.cores.attribution import Attribution, QuantileOver
 from dmsae.cores.core import Core
 from dmsae.disk import layout
 from dmsae.distillation.inspection import sae_of
+from dmsae.distillation.matching import RESELECTED
 from dmsae.errors import CheckpointError, ConfigError, DmsaeError
 from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.evaluation.kept_loss import kept_losses
@@ -43,7 +44,10 @@ def held(place: Path, core: Core) -> Held | None:
         return None
     if not layout.has_artifact(here, layout.ATTRIBUTION):
         return None
-    return Held(core, attribution_share(core, Attribution.load(here)))
+    scores = Attribution.load(here)
+    if over := core.provenance.config.get(RESELECTED, {}).get("over"):
+        scores = scores.over(QuantileOver(over))
+    return Held(core, attribution_share(core, scores))
 
 
 def prices(

@@ -7,6 +7,7 @@ from dmsae.activations.identity import ModelIdentity
 from dmsae.config import Json, from_dict, require
 from dmsae.cores.attribution import Attribution, QuantileOver
 from dmsae.cores.core import Core, Provenance
+from dmsae.cores.norms import with_norm
 from dmsae.cores.selection import SelectionReport, next_core, report_selection
 from dmsae.disk import layout
 from dmsae.disk.run import require_distillation
@@ -57,4 +58,5 @@ def reselect(
     model = from_dict(ModelIdentity, settings["model"])
     provenance = Provenance(model, settings["store"], {**settings["distill"], RESELECTED: chosen})
     core = next_core(previous, sae, attribution, cycle, coverage, provenance, max_rate)
+    core = with_norm(core, settings["distill"].get("core_norm", "found"), len(previous) if previous else 0)
     return Selection(core, report_selection(attribution, coverage, max_rate), Path(settings["root"]))
