@@ -17,6 +17,7 @@ from dmsae.commands.output import number, out
 from dmsae.commands.recipes import read_sections, warn_of_train_table
 from dmsae.commands.results import print_length
 from dmsae.commands.selection import show_selection
+from dmsae.commands.survival import print_survivors
 from dmsae.commands.sweeps import FanOut, require_sweepable, seed_jobs, sweep
 from dmsae.commands.terminal import TERMINAL
 from dmsae.config import to_dict
@@ -24,6 +25,7 @@ from dmsae.disk import layout
 from dmsae.disk.run import require_claimable
 from dmsae.distillation.distill import MAY_CHANGE, Distillation, DistillConfig, distill, run_settings
 from dmsae.distillation.outcome import CycleReport, require_cycles
+from dmsae.distillation.survivors import Survivor
 from dmsae.errors import ConfigError
 from dmsae.formats import require_checkpoint
 from dmsae.sae.comms import ALONE, Comms
@@ -144,6 +146,12 @@ def show_distillation(done: Distillation) -> None:
     if report.selection is not None:
         out.print("The last selection:")
         show_selection(report.selection)
+    followed = [
+        Survivor(f"cycle {one.cycle - 1}", f"cycle {one.cycle}", one.survival) for one in done.reports if one.survival
+    ]
+    if followed:
+        out.print("What became of each core in the next cycle:")
+        print_survivors(followed)
     if report.n_frozen and report.l0_core > 0.5 * report.n_frozen:
         TERMINAL.warn(
             f"In the last cycle {report.l0_core:.0f} of its {report.n_frozen} core latents fired on the average token. "

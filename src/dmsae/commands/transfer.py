@@ -110,7 +110,7 @@ def _run(command: TransferCommand, comms: Comms) -> None:
     print_results(results, store)
     require_finished(results)
     _print_prices(command, {"": core, **beside}, results, store)
-    _print_survival(command, core, [result.directory for result in results], store)
+    _print_survival(command, {"": core, **beside}, [result.directory for result in results], store)
 
 
 def _beside(command: TransferCommand, core: Core, store: Store) -> dict[str, Core]:
@@ -136,10 +136,11 @@ def _print_prices(command: TransferCommand, cores: dict[str, Core], results: lis
     print_prices(rows)
 
 
-def _print_survival(command: TransferCommand, core: Core, saes: list[Path], store: Store) -> None:
-    """Print what is left of the core in each SAE, or why that cannot be said."""
+def _print_survival(command: TransferCommand, cores: dict[str, Core], saes: list[Path], store: Store) -> None:
+    """Print what is left of each core in the SAEs that carry it, or why that cannot be said."""
+    core, *others = (with_norm(one, command.config.core_norm) for one in cores.values())
     try:
-        rows = survivors(command.core, core, saes, store, TERMINAL)
+        rows = survivors(command.core, core, saes, store, TERMINAL, others)
     except DmsaeError as error:
         TERMINAL.note(f"No survival table: {error}")
         return

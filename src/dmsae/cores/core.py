@@ -118,6 +118,11 @@ class Core:
         """(birth cycle, birth index) of each latent, in order."""
         return [latent.identity for latent in self.lineage]
 
+    @property
+    def is_selected(self) -> bool:
+        """Whether its latents were selected from an SAE; random rows were not."""
+        return all(latent.selected_in for latent in self.lineage)
+
     def births(self) -> dict[int, int]:
         """Return how many latents each cycle contributed, by birth cycle."""
         return dict(sorted(Counter(latent.birth_cycle for latent in self.lineage).items()))

@@ -34,6 +34,7 @@ from dmsae.distillation.members import select_consensus, train_members
 from dmsae.distillation.outcome import CycleFailed, CycleReport, finish, report, require_cycles
 from dmsae.errors import AttributionError, ConfigError, StoreError, TrainingError
 from dmsae.evaluation.fidelity import kept_fidelity
+from dmsae.evaluation.survival import SurvivalSummary, survival
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.config import CoreMode, SAEConfig
@@ -95,6 +96,7 @@ def distill(
         cores: list[Core] = []
         reports: list[CycleReport] = []
         failure: CycleFailed | None = None
+        last_sae: SAE | None = None
         for cycle in range(config.n_cycles + 1):
             here = layout.cycle_directory(directory, cycle)
             try:
@@ -107,8 +109,10 @@ def distill(
                 failure = error
                 break
             heldout = kept_fidelity(here / layout.SAE, store, training_device(config.train.device))
-            reports.append(report(here, cores, sae, attribution, selection, heldout))
+            survived = _survived(previous, last_sae, sae, store)
+            reports.append(report(here, cores, sae, attribution, selection, heldout, survived))
             on_cycle(reports[-1])
+            last_sae = sae
         return Distillation(cores, finish(directory, _distilled(config, cores), reports, failure), reports, sae)
 
 
@@ -221,6 +225,13 @@ def _selection(config: DistillConfig, attribution: Attribution) -> SelectionRepo
     if config.rule is DistillRule.CONSENSUS:
         return None
     return report_selection(attribution, config.coverage, config.max_rate)
+
+
+def _survived(core: Core | None, before: SAE | None, after: SAE, store: Store) -> SurvivalSummary | None:
+    """Return what became of a core in the cycle that was trained with it; None for a random one, of no SAE."""
+    if core is None or before is None or not store.n_rows(Split.HELDOUT) or not core.is_selected:
+        return None
+    return survival(core, before, after, store).summary()
 
 
 def _distilled(config: DistillConfig, cores: list[Core]) -> Core | None:

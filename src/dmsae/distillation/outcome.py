@@ -14,6 +14,7 @@ from dmsae.disk.artifact import bound, seal_of, write_sealed
 from dmsae.distillation.status import read_summary
 from dmsae.errors import TrainingError
 from dmsae.evaluation.fidelity import Fidelity
+from dmsae.evaluation.survival import SurvivalSummary
 from dmsae.sae.sae import SAE
 from dmsae.training.metrics import read_metrics
 
@@ -39,6 +40,8 @@ class CycleReport(NamedTuple):
     """Norms of the selected rows; None when none was selected."""
     train_loss: float | None
     """Objective of the last training batch; None for an SAE that was not trained here."""
+    survival: SurvivalSummary | None
+    """What became of that core since the cycle before; None without one, or without held-out activations."""
 
 
 class CycleFailed(TrainingError):
@@ -56,6 +59,7 @@ def report(
     attribution: Attribution,
     selection: SelectionReport | None,
     heldout: Fidelity | None,
+    survived: SurvivalSummary | None = None,
 ) -> CycleReport:
     """Return the report of the cycle that the last of the cores was selected after."""
     metrics = read_metrics(here / layout.SAE)
@@ -71,6 +75,7 @@ def report(
         selection=selection,
         row_norms=row_norms(cores[-1]),
         train_loss=metrics[-1].loss if metrics else None,
+        survival=survived,
     )
 
 

@@ -17,41 +17,64 @@ from dmsae.sae.sae import SAE
 
 
 class Survivor(NamedTuple):
-    """One comparison: the core in the SAE that it came from and in another, or a random core in two SAEs."""
+    """One comparison: a core in the SAE that it came from and in another, or a core in two SAEs that carry it."""
 
     before: str
     after: str
     summary: SurvivalSummary
 
 
-def survivors(
-    place: Path, core: Core, saes: Sequence[Path], store: Store, progress: Progress = SILENT
-) -> list[Survivor]:
-    """Return what is left of a core in each SAE that carries it; other cores are compared from one SAE to the next.
+class Origin(NamedTuple):
+    """A core and the SAE that it was selected from."""
 
-    `place` is where the core is: its run, or a directory beside the SAE that it was selected from.
+    name: str
+    core: Core
+    sae: SAE
+
+
+def survivors(
+    place: Path,
+    core: Core,
+    saes: Sequence[Path],
+    store: Store,
+    progress: Progress = SILENT,
+    others: Sequence[Core] = (),
+) -> list[Survivor]:
+    """Return what is left of cores in the SAEs that carry them, and what of each is the same from one SAE to the next.
+
+    `place` is where the core is: its run, or a directory beside the SAE that it was selected from. `others` are cores
+    that were selected from SAEs of the same run. A random core comes from no SAE: it is compared between SAEs alone.
     """
     if not saes:
         raise ConfigError("No SAEs were given: name the directories of those that carry the core.")
-    origin = SAE.load(sae_of(place, core))
+    origins = [Origin(name, one, SAE.load(sae_of(place, one))) for name, one in _distinct(core, others)]
     kept: list[Survivor] = []
-    others: dict[tuple[object, ...], list[tuple[str, SAE]]] = {}
+    carriers: dict[tuple[object, ...], list[tuple[str, SAE]]] = {}
     for path in saes:
         sae = SAE.load(path)
         if not sae.config.core:
             progress.note(f"{path.name} carries no core and is left out.")
             continue
-        if torch.equal(sae.W_enc_core, core.encoder_CD):
-            summary = survival(core, origin, sae, store, progress=progress).summary()
-            kept.append(Survivor("distillation", path.name, summary))
-        else:
-            same = (sae.config.core.kind, sae.W_enc_core.numpy().tobytes())
-            others.setdefault(same, []).append((path.name, sae))
-    for carriers in others.values():
-        for (name, sae), (next_name, next_sae) in pairwise(carriers):
-            core_latents = range(sae.config.n_core)
-            summary = between(sae, core_latents, next_sae, core_latents, store, progress=progress).summary()
+        for origin in origins:
+            if torch.equal(sae.W_enc_core, origin.core.encoder_CD):
+                summary = survival(origin.core, origin.sae, sae, store, progress=progress).summary()
+                kept.append(Survivor(origin.name, path.name, summary))
+        same = (sae.config.core.kind, sae.W_enc_core.numpy().tobytes())
+        carriers.setdefault(same, []).append((path.name, sae))
+    for carrying in carriers.values():
+        for (name, sae), (next_name, next_sae) in pairwise(carrying):
+            latents = range(sae.config.n_core)
+            summary = between(sae, latents, next_sae, latents, store, progress=progress).summary()
             kept.append(Survivor(name, next_name, summary))
     if not kept:
         raise ConfigError("None of these SAEs carries the core, and no two of them carry the same other one.")
     return kept
+
+
+def _distinct(core: Core, others: Sequence[Core]) -> list[tuple[str, Core]]:
+    """Return cores by the name of where they were selected; of several with the same rows only the first."""
+    found = {core.digest(): ("distillation", core)}
+    for other in others:
+        if other.is_selected:
+            found.setdefault(other.digest(), (f"cycle {other.cycle}", other))
+    return list(found.values())
