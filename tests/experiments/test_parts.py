@@ -1,6 +1,7 @@
 """The parts of experiments, whole but small: what each gives, what is kept, and that it is not run again."""
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from dmsae.experiments.catalog import EXPERIMENTS, PARTS, settings_of
 from dmsae.experiments.grid import GRIDS, Preset
 from dmsae.experiments.lab import Lab
 from dmsae.experiments.parts.consistency import compare, latents
-from dmsae.experiments.parts.regime import FRESH, chosen
+from dmsae.experiments.parts.regime import FRESH, chosen, confirm
 from dmsae.experiments.results import Spread, kept_or_run, over_seeds, read_results, result_file
 from dmsae.experiments.tables import tables, text
 from dmsae.training.config import TrainConfig
@@ -154,12 +155,40 @@ def test_the_benchmark_scores_every_sae_beside_a_null(results: Path) -> None:
     assert {kind for row in explained.values() for kind in row["nulls"]} == {"random_encoder"}
 
 
+def test_the_benchmark_has_msae_and_sparse_cores_at_the_l0_of_dense_ones(results: Path) -> None:
+    l0 = {row["sae"]: row["l0"] for row in figures(results, "benchmark")["rows"]}
+    dense = [value for name, value in l0.items() if name.startswith("dense")]
+    for method in ("msae", "sparse"):
+        ks = [int(name.rpartition("-k")[2]) for name in l0 if name.startswith(f"{method}-")]
+        assert {math.floor(min(dense)), math.ceil(max(dense))} <= set(ks)
+
+
+def test_saes_that_train_as_long_as_detectors_and_their_sae_are_at_their_l0(results: Path) -> None:
+    found, l0 = figures(results, "longer"), {row["sae"]: row["l0"] for row in figures(results, "paper")["rows"]}
+    assert found["tokens"] == 2 * TRAIN.tokens
+    detectors, *free = found["rows"]
+    assert detectors["l0"] == l0["detector-k6"]
+    assert len(free) == 2
+    assert all(row["n_core"] == 0 for row in free)
+    if found["price"] is not None:
+        assert min(row["fve"] for row in free) <= found["price"] + detectors["fve"] <= max(row["fve"] for row in free)
+
+
 def test_a_regime_is_confirmed_with_a_fresh_seed(results: Path, lab: Lab) -> None:
     tried, confirmed = figures(results, "regime")["regimes"], figures(results, "confirmation")
     assert [one["regime"] for one in tried] == ["as the recipe", "half"]
     assert confirmed["chosen"] == max(tried, key=lambda one: one["margin"])["regime"]
     assert {one["seed"] for one in tried} == {0}
     assert [one["seed"] for one in confirmed["regimes"]] == [FRESH]
+    kept = result_file(results, "confirmation", 0)
+    other = json.loads(kept.read_text())
+    other["figures"]["chosen"] = "another"
+    try:
+        result_file(results, "confirmation", 7).write_text(json.dumps(other | {"seed": 7}))
+        with pytest.raises(ConfigError, match="but 'another' was confirmed"):
+            confirm(lab, GRID, 1)
+    finally:
+        result_file(results, "confirmation", 7).unlink()
     with pytest.raises(ConfigError, match="run the part regime first"):
         chosen(Lab(lab.store, BASE, results))
 

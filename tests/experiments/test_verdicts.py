@@ -105,6 +105,7 @@ PLANTED: dict[str, Json] = {
             row("random-detector-k4", price=0.081),
         ]
     },
+    "longer": {"price": 0.002},
     "capped": {
         "rows": [
             row("detector-k4", price=0.01),
@@ -119,6 +120,7 @@ PLANTED: dict[str, Json] = {
             for tokens in (10, 20, 40)
             for what, share in (
                 ("prefix-0", 0.2),
+                ("first core, capped", 0.3),
                 ("distilled, detector", 0.5),
                 ("consensus", 0.6),
                 ("the rest beside a shared core", 0.3),
@@ -170,12 +172,15 @@ EXPECTED = (
         0.08,
         0.004,
         0.006,
+        0.003,
         0.09,
         0.02,
         0.03,
         0.3,
         0.5,
         0.02,
+        0.3,
+        0.2,
         0.3,
         0.4,
         0.1,
@@ -196,3 +201,10 @@ def test_figures_that_lack_what_a_claim_needs_leave_it_untested() -> None:
     for claim in CLAIMS:
         if claim.part != "selection":
             assert judge(claim, [{"part": claim.part, "seed": 0, "figures": empty}]).outcome is Outcome.UNTESTED
+
+
+def test_a_random_core_that_does_not_decay_is_no_support_for_the_paper() -> None:
+    claim = next(one for one in CLAIMS if one.part == "random-core")
+    rows = [row(f"{source}-k4-norm-found", k=4, norm="found") for source in ("dense", "random-norm_matched-dense")]
+    rising = {"dense-k4-norm-found": {"l0_core": [5, 10]}, rows[1]["sae"]: {"l0_core": [5, 9]}}
+    assert claim.measure({"rows": rows, "curves": rising}) == pytest.approx(-0.8)

@@ -15,6 +15,7 @@ from dmsae.experiments.parts import (
     consensus,
     consistency,
     cycles,
+    longer,
     paper,
     random_core,
     regime,
@@ -47,6 +48,7 @@ PARTS = {
     "sparsity": Part(sparsity.run, ("k_factors", "cycles")),
     "random-core": Part(random_core.run, ("random_k_factors", "norms")),
     "paper": Part(paper.run, ("random_cores",)),
+    "longer": Part(longer.run, (), needs=("paper",)),
     "capped": Part(capped.run, ("max_rate", "rules")),
     "consensus": Part(consensus.run, ("max_rate", "members", "consensus")),
     "selection": Part(selection.run, ("ablated", "ablation_contexts")),
@@ -72,7 +74,7 @@ EXPERIMENTS = {
     ),
     "price": Experiment(
         "How many latents can be kept, holding how much of the attribution, at what price?",
-        ("paper", "capped", "consensus", "cycles"),
+        ("paper", "longer", "capped", "consensus", "cycles"),
     ),
     "consistency": Experiment(
         "Do independent distillations find the same core, more than their prefix-0s agree?", ("consistency",)

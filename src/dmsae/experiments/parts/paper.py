@@ -35,18 +35,20 @@ def saes(lab: Lab, grid: Grid, config: DistillConfig) -> list[TrainResult]:
         baselines=("unconstrained",),
     )
     results = lab.transfer(chosen, core)
-    return results + _neighbours(lab, config, core, results)
+    return results + _beside(lab, config, core, results)
 
 
-def _neighbours(lab: Lab, config: DistillConfig, core: Core, results: Sequence[TrainResult]) -> list[TrainResult]:
+def _beside(lab: Lab, config: DistillConfig, core: Core, results: Sequence[TrainResult]) -> list[TrainResult]:
     """Train SAEs that keep nothing at about the L0 of the detectors: their price is small, and a line across a long
     stretch of L0 is too low in its middle."""
     detectors = next(one for one in results if one.name.startswith(str(CoreMode.DETECTOR)))
     figures = kept_fidelity(detectors.directory, lab.store)
-    if figures is None:
-        return []
-    k = round(figures.l0_core + figures.l0_noncore)
-    beside = lab.transfer_config(
-        config, "paper", k=(k,), core_modes=(), budget=Budget.TOTAL, baselines=("unconstrained",)
+    return neighbours(lab, config, core, round(figures.l0_core + figures.l0_noncore)) if figures else []
+
+
+def neighbours(lab: Lab, config: DistillConfig, core: Core, l0: int) -> list[TrainResult]:
+    """Train SAEs that keep nothing on both sides of an L0, with a prefix-0 as large as core + prefix-0."""
+    chosen = lab.transfer_config(
+        config, "paper", k=(l0,), core_modes=(), budget=Budget.TOTAL, baselines=("unconstrained",)
     )
-    return lab.transfer(beside, core)
+    return lab.transfer(chosen, core)

@@ -1,6 +1,6 @@
 """Does a random core decay while a distilled one stays in use? Activity of frozen rows through training.
 
-The rows are those of the first core, or random ones in its place, at several norms and sparsities, since with unit
+The rows are those of the distilled core, or random ones in its place, at several norms and sparsities, since with unit
 decoder rows the norm of a frozen row may decide what its direction is said to decide. Detectors cannot decay: their
 activity is frozen, and stands beside the others for comparison.
 """
@@ -17,7 +17,8 @@ from dmsae.sae.config import CoreMode
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
     """Return a row and the activity of the core through training for each source of rows, norm and k."""
     config = replace(lab.base, seed=seed)
-    core = lab.first_core(config)
+    done, _ = lab.distill(config)
+    core = done.distilled
     rows, through = [], {}
     ks = list(dict.fromkeys(scaled(config.k, factor) for factor in grid.random_k_factors))
     for k in ks:

@@ -31,6 +31,12 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
 def confirm(lab: Lab, grid: Grid, seed: int) -> Json:
     """Return the margin of the regime that the search found best, with a fresh seed."""
     best = chosen(lab)
+    others = {one["figures"]["chosen"] for one in part_results(lab.results, "confirmation")} - {best}
+    if others:
+        raise ConfigError(
+            f"The search now finds {best!r} best, but {others.pop()!r} was confirmed. Remove confirmation-seed-*.json "
+            f"in {lab.results}, and run the same command again."
+        )
     regime = next(one for one in grid.regimes if one.name == best)
     return {"rows": [], "chosen": best, "regimes": [_tried(lab, grid, regime, seed + FRESH)]}
 
@@ -62,8 +68,10 @@ def _tried(lab: Lab, grid: Grid, regime: Regime, seed: int) -> Json:
     rows = lab.rows(results, config, [lab.held(core, config)])
     prices = {row["sae"].rpartition("-k")[0]: row["price"] for row in rows if row["n_core"]}
     own = prices.pop("detector", None)
-    others = [price for price in prices.values() if price is not None]
-    margin = min(others) - own if own is not None and others else None
+    # A control without a price, or that does not fit the budget, might be the best: then there is no margin.
+    known = [price for price in (own, *prices.values()) if price is not None]
+    complete = len(known) == 1 + len(prices) and prices and not left_out
+    margin = min(known[1:]) - known[0] if complete else None
     facts = {"n_core": len(core), "left_out": left_out, "rows": rows}
     return {"regime": regime.name, "seed": seed, "margin": margin, "price": own, "prices": prices, **facts}
 
