@@ -103,16 +103,17 @@ def test_tensorboard_shows_what_the_lines_hold(tmp_path: Path) -> None:
     (result,) = trainer(tmp_path / "run", log_to=("tensorboard",), log_every=20).run()
     logged = events(result.directory / "tensorboard")
     lines = read_metrics(result.directory)
-    expected: dict[str, list[float]] = {
+    expected: dict[str, list[float | None]] = {
         name: [getattr(line, name) for line in lines]
         for name in ("loss", "fve", "l0_core", "l0_noncore_inference", "threshold", "grad_norm", "lr")
     }
     expected |= {f"fve_prefixes/{i}": [line.fve_prefixes[i] for line in lines] for i in range(3)}
     expected |= {f"dead_groups/{i}": [line.dead_groups[i] for line in lines] for i in range(4)}
+    assert expected["threshold"].pop(0) is None, "there is none yet in the first step"
     for name, values in expected.items():
         assert [value for _, value in logged[name]] == pytest.approx(values)
     for name in (*expected, "tokens_per_second"):
-        assert [step for step, _ in logged[name]] == [20, 40, 60]
+        assert [step for step, _ in logged[name]] == [1, 20, 40, 60][name == "threshold" :]
 
 
 def test_tensorboard_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def test_wandb_gets_a_run_with_its_settings(tmp_path: Path, monkeypatch: pytest.
     (result,) = trainer(tmp_path / "run", log_to=("wandb",), log_every=20).run()
     assert wandb.settings["name"] == "sae"
     assert wandb.settings["config"]["train"]["lr"] == 1e-3
-    assert [step for step, _ in wandb.lines] == [20, 40, 60]
+    assert [step for step, _ in wandb.lines] == [1, 20, 40, 60]
     last = wandb.lines[-1][1]
     assert result.metrics is not None
     assert last["loss"] == result.metrics.loss

@@ -149,7 +149,7 @@ def test_metrics_describe_the_run(tmp_path: Path) -> None:
     config = small_sae(DENSE)
     (result,) = trainer(tmp_path / "run", SAESpec("sae", config, CORE), log_every=10, warmup_steps=15).run()
     lines = read_metrics(result.directory)
-    assert [line.step for line in lines] == [10, 20, 30, 40, 50, 60]
+    assert [line.step for line in lines] == [1, 10, 20, 30, 40, 50, 60]
     assert result.metrics == lines[-1]
     assert set(asdict(lines[0])) == {
         "step",
@@ -181,7 +181,7 @@ def test_metrics_describe_the_run(tmp_path: Path) -> None:
         assert line.grad_norm > 0
     assert lines[-1].loss < lines[0].loss
     timing = [json.loads(line) for line in (result.directory / "timing.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in timing] == [10, 20, 30, 40, 50, 60]
+    assert [line["step"] for line in timing] == [1, 10, 20, 30, 40, 50, 60]
     assert all(line["tokens_per_second"] > 0 for line in timing)
 
 

@@ -52,7 +52,7 @@ class TrainConfig:
     seed: int = 0
     """Determines the initial weights and the order of activations."""
     log_every: int = 50
-    """Steps between lines in metrics.jsonl."""
+    """Steps between lines in metrics.jsonl; the first and the last step always have one."""
     log_to: tuple[SinkName, ...] = ()
     """Where metrics go as well: tensorboard, wandb."""
     checkpoint_seconds: float = 120.0

@@ -87,7 +87,7 @@ class Pass:
                 results = [(learner, learner.advance(self._step, x_BD, batch_variance)) for learner in active]
                 self._step += 1
                 now = time.monotonic()
-                due = self._step % self._config.log_every == 0 or self._step == steps
+                due = self._step in (1, steps) or self._step % self._config.log_every == 0
                 rate = (self._step - logged_step) * batch / max(now - logged_at, 1e-9)
                 for learner, result in results:
                     if learner.state is TrainState.COLLAPSED or (due and learner.state is TrainState.TRAINING):
