@@ -1,5 +1,6 @@
 """Intervals of scores: a resample of contexts is what repeating their positions would give."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,27 @@ def test_a_resample_is_the_quantile_of_repeated_positions(
 
 
 @pytest.fixture(scope="module")
-def scored(tmp_path_factory: pytest.TempPathFactory) -> Attribution:
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[QuantileOver, Attribution]:
+    """The scores of an SAE, made by each of the rules."""
     store = planted_store(tmp_path_factory.mktemp("planted") / "store").store
     sae = SAE.init(SAEConfig(32, 64, 4, (24, 64)), torch.Generator().manual_seed(0))
-    return attribute(sae, store, AttributionConfig(quantile=0.95, batch_size=256))
+    return {over: attribute(sae, store, AttributionConfig(0.95, over, batch_size=256)) for over in QuantileOver}
+
+
+@pytest.fixture(scope="module")
+def scored(both: dict[QuantileOver, Attribution]) -> Attribution:
+    return both[QuantileOver.ALL]
+
+
+def test_either_rule_has_the_intervals_that_it_would_have_alone(both: dict[QuantileOver, Attribution]) -> None:
+    for made_by, over in product(QuantileOver, QuantileOver):
+        asked = both[made_by].over(over)
+        assert asked.bootstrap_XP is not None
+        alone = both[over].bootstrap_XP
+        assert alone is not None
+        assert torch.equal(asked.bootstrap_XP, alone)
+        assert torch.equal(asked.scores_P, both[over].scores_P)
+        assert report_selection(asked, 0.9).stability is not None
 
 
 def test_both_scores_are_computed_in_one_pass(scored: Attribution, tmp_path: Path) -> None:
@@ -54,8 +72,7 @@ def test_both_scores_are_computed_in_one_pass(scored: Attribution, tmp_path: Pat
     scored.save(tmp_path)
     again = Attribution.load(tmp_path)
     assert torch.equal(again.over(QuantileOver.ACTIVE).scores_P, active.scores_P)
-    assert again.bootstrap_XP is not None
-    assert active.bootstrap_XP is None
+    assert again.over(QuantileOver.ACTIVE).bootstrap_XP is not None
 
 
 def test_intervals_hold_the_score_and_narrow_with_the_data(scored: Attribution) -> None:

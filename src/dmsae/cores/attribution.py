@@ -27,7 +27,7 @@ from dmsae.sae.sae import SAE
 from dmsae.sae.sparse import latent_offsets
 
 _TENSORS = ("latents_P", "scores_P", "firing_rates_P")
-_OPTIONAL = ("scores_all_P", "scores_active_P", "mean_activations_P", "bootstrap_XP")
+_OPTIONAL = ("scores_all_P", "scores_active_P", "mean_activations_P", "bootstrap_XP", "bootstrap_other_XP")
 _FACTS = ("n_positions", "facts")
 
 
@@ -91,6 +91,8 @@ class Attribution:
     """Mean activation where the latent fires; 0 for one that never does."""
     bootstrap_XP: Tensor | None = None
     """`scores_P` in each of X resamples of the contexts, float32."""
+    bootstrap_other_XP: Tensor | None = None
+    """The scores of the other rule in the same resamples."""
 
     def __post_init__(self) -> None:
         if not torch.isfinite(self.scores_P).all():
@@ -119,12 +121,14 @@ class Attribution:
         return low, high
 
     def over(self, quantile_over: QuantileOver) -> "Attribution":
-        """Return the same scores under the other rule; both were computed. Its bootstrap is not carried over."""
+        """Return the scores under a rule, with their intervals; both were computed."""
         scores = self.scores_all_P if quantile_over is QuantileOver.ALL else self.scores_active_P
         if scores is None:
             raise AttributionError(f"The scores over {quantile_over} positions were not kept. Score the SAE again.")
-        same = torch.equal(scores, self.scores_P)
-        return replace(self, scores_P=scores, bootstrap_XP=self.bootstrap_XP if same else None)
+        if torch.equal(scores, self.scores_P):
+            return self
+        mine, other = self.bootstrap_XP, self.bootstrap_other_XP
+        return replace(self, scores_P=scores, bootstrap_XP=other, bootstrap_other_XP=mine)
 
     def among(self, candidates_P: Tensor) -> "Attribution":
         """Return the scores of some of the candidates, given by a mask."""
@@ -182,11 +186,10 @@ def attribute(sae: SAE, store: Store, config: AttributionConfig | None = None, e
     directions_PD = torch.nn.functional.normalize(sae.W_dec[:n_pool], dim=1)
     largest = LargestValues(n_pool, config.quantile, n_positions, sae.W_dec, keeps_owners=True)
     firing: _Firing | None = None
-    resamples_active = config.quantile_over is QuantileOver.ACTIVE and config.n_bootstrap > 0
     codes, are_finite = CandidateCodes(sae), True
     with settled(everyone):
         for index, batch in enumerate(store.batches(Split.PAIRS, config.batch_size)):
-            firing = firing or _Firing(n_pool, _n_contexts(store, batch), sae.W_dec.device, resamples_active)
+            firing = firing or _Firing(n_pool, _n_contexts(store, batch), sae.W_dec.device, config.n_bootstrap > 0)
             if index % everyone.size != everyone.rank:
                 continue
             x_BD, g_BD = batch["x"].to(sae.W_dec), batch["g"].to(sae.W_dec)
@@ -207,7 +210,7 @@ def attribute(sae: SAE, store: Store, config: AttributionConfig | None = None, e
         QuantileOver.ALL: largest.quantiles(torch.full_like(n_fired_P, n_positions)).cpu(),
         QuantileOver.ACTIVE: largest.quantiles(n_fired_P).cpu(),
     }
-    samples_PN = firing.n_positions_N[None] if firing.n_fired_PN is None else firing.n_fired_PN
+    other = QuantileOver.ACTIVE if config.quantile_over is QuantileOver.ALL else QuantileOver.ALL
     return Attribution(
         latents_P=torch.arange(n_pool),
         scores_P=scores[config.quantile_over].clone(),  # a tensor of its own, so that all of them can be saved
@@ -217,7 +220,8 @@ def attribute(sae: SAE, store: Store, config: AttributionConfig | None = None, e
         scores_all_P=scores[QuantileOver.ALL],
         scores_active_P=scores[QuantileOver.ACTIVE],
         mean_activations_P=(firing.total_P() / n_fired_P.clamp(min=1)).cpu(),
-        bootstrap_XP=bootstrap_scores(largest, samples_PN, config.n_bootstrap) if config.n_bootstrap else None,
+        bootstrap_XP=_resampled(largest, firing, config.quantile_over, config.n_bootstrap),
+        bootstrap_other_XP=_resampled(largest, firing, other, config.n_bootstrap),
     )
 
 
@@ -253,6 +257,14 @@ class _Firing:
         for sum_P in self._sums_P:
             total_P += sum_P
         return total_P
+
+
+def _resampled(largest: LargestValues, firing: _Firing, over: QuantileOver, n: int) -> Tensor | None:
+    """Return the scores of a rule in n resamples of the contexts, if any are asked for."""
+    if firing.n_fired_PN is None:
+        return None
+    samples_PN = firing.n_positions_N[None] if over is QuantileOver.ALL else firing.n_fired_PN
+    return bootstrap_scores(largest, samples_PN, n)
 
 
 def _contexts(batch: Shard, first: int) -> Tensor:
