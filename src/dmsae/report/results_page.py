@@ -19,8 +19,9 @@ how a verdict is reached. A verdict needs three seeds. Intervals are Student's t
 In the tables of SAEs: *core*, latents kept; *L0*, active latents per token, the core included; *FVE*, held-out variance
 explained; *price*, what keeping the core costs of it against an SAE that keeps nothing at the same L0; *loss*, the
 next-token loss in nats with the reconstruction in place; *median rate*, share of positions on which the median core
-latent fires; *selected again*, core latents that attribution would choose again. SAEs named `unconstrained` keep
-nothing; several of them surround the L0 of the others, so their k is not their L0. The
+latent fires; *selected again*, core latents that attribution would choose again, without a cap on firing rates. SAEs
+named `unconstrained` keep nothing; several of them surround the L0 of the others, so their k is not their L0. A core
+brings the training of the SAE that it comes from with it; the part `longer` is about that. The
 [glossary](glossary.md) has the rest.
 """
 

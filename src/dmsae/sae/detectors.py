@@ -1,8 +1,9 @@
 """Frozen detectors: core latents whose activations depend on nothing that is trained.
 
 Latent j fires where `w_j·x + β_j > θ_j`, with that value; row w_j, offset β_j and threshold θ_j are given in the space
-of raw activations. Every SAE that carries a detector gives the same activations, to the bit: `detect` computes them in
-tiles of one fixed shape, so neither the other latents nor the other tokens of a batch change how they are rounded.
+of raw activations. Every SAE that carries a detector gives the same activations, to the bit, in float32 on one device:
+`detect` computes them in tiles of one fixed shape, so neither the other latents nor the other tokens of a batch change
+how they are rounded. (In float64 a product may round by a latent's place in its tile.)
 """
 
 from typing import NamedTuple
