@@ -17,8 +17,21 @@ def test_lines_come_now_and_then_with_rate_and_time_left(
             clock[0] += 10
             bar.advance(100, "fine")
     lines = capsys.readouterr().err.splitlines()
-    # 200 in 20 s without the 500 that were skipped; the third step comes too soon after that line to print another.
+    # 100 in 10 s without the 500 that were skipped; the third step comes too soon after that line to print another.
     assert lines == ["harvest: 70 % of 1k, 10 tok/s fine, 30 s left"]
+
+
+def test_a_slow_first_step_does_not_spoil_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("dmsae.commands.terminal.time.monotonic", lambda: clock[0])
+    with TERMINAL.bar("train", 52, "steps") as bar:
+        clock[0] += 19  # reading, compiling, filling caches
+        bar.advance(1)
+        clock[0] += 1
+        bar.advance(1)
+    assert capsys.readouterr().err.splitlines() == ["train: 4 % of 52, 1 steps/s, 50 s left"]
 
 
 def test_notes_and_warnings_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

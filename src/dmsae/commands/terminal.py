@@ -26,19 +26,25 @@ class _Bar:
     def __init__(self, what: str, total: int, unit: str, live: Progress | None, task: TaskID | None) -> None:
         self._what, self._total, self._unit = visible(what), total, unit
         self._live, self._task = live, task
-        self._done = self._resumed = 0
+        self._done = self._uncounted = 0
         self._note = ""
-        self._start = self._last_line = time.monotonic()
+        self._since = self._last_line = time.monotonic()
+        self._is_warm = False
 
     def skip(self, count: int) -> None:
-        self._resumed += count
-        self.advance(count)
+        self._done += count
+        self._uncounted += count
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, completed=self._done)
 
     def advance(self, count: int, note: str = "") -> None:
-        self._done += count
+        now = time.monotonic()
         self._note = visible(note) or self._note
-        elapsed = time.monotonic() - self._start
-        rate = (self._done - self._resumed) / elapsed if elapsed > 0 else 0.0
+        self._done += count
+        elapsed, counted = now - self._since, self._done - self._uncounted
+        rate = counted / elapsed if elapsed > 0 else 0.0
+        if not self._is_warm:  # the first piece also pays for starting up: from now on it does not count
+            self._since, self._uncounted, self._is_warm = now, self._done, True
         shown = f"{_short(rate)} {self._unit}/s {self._note}".rstrip()
         if self._live is not None and self._task is not None:
             self._live.update(self._task, completed=self._done, rate=shown)
