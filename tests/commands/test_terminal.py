@@ -6,11 +6,17 @@ from dmsae.commands.terminal import TERMINAL
 from dmsae.progress import SILENT, human_seconds
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds, which only the test changes."""
+    now = [0.0]
+    monkeypatch.setattr("dmsae.commands.terminal.time.monotonic", lambda: now[0])
+    return now
+
+
 def test_lines_come_now_and_then_with_rate_and_time_left(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("dmsae.commands.terminal.time.monotonic", lambda: clock[0])
     with TERMINAL.bar("harvest", 1000, "tok") as bar:
         bar.skip(500)
         for _ in range(3):
@@ -21,11 +27,7 @@ def test_lines_come_now_and_then_with_rate_and_time_left(
     assert lines == ["harvest: 70 % of 1k, 10 tok/s fine, 30 s left"]
 
 
-def test_a_slow_first_step_does_not_spoil_the_time_left(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("dmsae.commands.terminal.time.monotonic", lambda: clock[0])
+def test_a_slow_first_step_does_not_spoil_the_time_left(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with TERMINAL.bar("train", 52, "steps") as bar:
         clock[0] += 19  # reading, compiling, filling caches
         bar.advance(1)
