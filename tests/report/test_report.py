@@ -74,13 +74,15 @@ def test_invisible_characters_are_shown() -> None:
 
 
 def test_hostile_tokens_cannot_leave_their_place() -> None:
-    document = page(HOSTILE, card(0, hostile_core(), hostile_facts(), Scored(1.0, 0.5, 2.0)))
+    since = {"jaccard": 0.9, "jaccard_chance": 0.25, "decoder_cosine": None}
+    document = page(HOSTILE, card(0, hostile_core(), hostile_facts(), Scored(1.0, 0.5, 2.0), since))
     elements = parsed(document)
     assert not {"script", "iframe", "object"} & set(elements.names)
     assert "onerror" not in elements.attributes
     assert not {"\x1b", "\u202e"} & set(document)
     assert "ON MOST TOKENS" in document
     assert "95 % interval 0.5 to 2" in document
+    assert "since the cycle before: firing Jaccard 0.90, by chance 0.25<" in document
 
 
 def test_a_report_of_everything(
@@ -109,6 +111,9 @@ def test_a_report_of_everything(
     text = " ".join(elements.text)
     for expected in ("cannot be told", "not tested here", "Distilled core", "dense-k6", "msae-k6", "torch"):
         assert expected in text
+    assert text.count("since the cycle before: firing") == elements.names.count("article")
+    assert "What became of the core of run" in text
+    assert f"text {tiny_text}" in text
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -9,11 +9,15 @@ import torch
 
 from dmsae.activations.store import Store
 from dmsae.cores.core import Core
+from dmsae.disk import layout
 from dmsae.distillation.inspection import sae_of
 from dmsae.errors import ConfigError
-from dmsae.evaluation.survival import SurvivalSummary, between, survival
+from dmsae.evaluation.survival import Survival, SurvivalSummary, between, survival
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.sae import SAE
+
+DISTILLATION = "distillation"
+"""What the SAE is called that a distilled core was selected from."""
 
 
 class Survivor(NamedTuple):
@@ -73,8 +77,24 @@ def survivors(
 
 def _distinct(core: Core, others: Sequence[Core]) -> list[tuple[str, Core]]:
     """Return cores by the name of where they were selected; of several with the same rows only the first."""
-    found = {core.digest(): ("distillation", core)}
+    found = {core.digest(): (DISTILLATION, core)}
     for other in others:
         if other.is_selected:
             found.setdefault(other.digest(), (f"cycle {other.cycle}", other))
     return list(found.values())
+
+
+def since_last_cycle(run: Path, core: Core, store: Store) -> Survival | None:
+    """Return what became of a distilled core's latents from the last cycle but one to the last, one by one.
+
+    None when the run has one cycle, as a consensus has, or is not there.
+    """
+    before, after = (layout.cycle_directory(run, cycle) for cycle in (core.cycle - 1, core.cycle))
+    if not len(core) or not all(layout.has_artifact(here / layout.SAE, layout.SAE) for here in (before, after)):
+        return None
+    previous = Core.load(before)
+    slots = dict(zip(previous.identities, previous.slots_C.tolist(), strict=True))
+    if not previous.is_selected or any(identity not in slots for identity in core.identities):
+        return None
+    then = [slots[identity] for identity in core.identities]
+    return between(SAE.load(before / layout.SAE), then, SAE.load(after / layout.SAE), core.slots_C, store)

@@ -9,10 +9,16 @@ from dmsae.cores.core import Core
 from dmsae.disk import layout
 from dmsae.distillation.description import DescriptionConfig, LatentFacts, describe_core
 from dmsae.distillation.inspection import sae_of
+from dmsae.distillation.matching import open_store_of
+from dmsae.distillation.survivors import since_last_cycle
+from dmsae.errors import DmsaeError
 from dmsae.evaluation.examples import Example
 from dmsae.evaluation.logit_lens import TokenEffect
 from dmsae.progress import SILENT, Progress
 from dmsae.report.markup import Markup, tag
+
+Figures = dict[str, float | None]
+"""What became of a latent, by the names of `Survival`."""
 
 _SHOWN = DescriptionConfig(n_examples=3, n_random_examples=3, n_tokens=6, n_around=12)
 
@@ -28,10 +34,17 @@ class Scored(NamedTuple):
 def latent_cards(place: Path, core: Core, n: int, root: Path | None = None, progress: Progress = SILENT) -> Markup:
     """Return the first latents of a core, a card each."""
     facts = describe_core(place, core, n, _SHOWN, root, progress)
-    cards = [
-        card(i, core, one, score) for i, (one, score) in enumerate(zip(facts, scores_of(place, core)[:n], strict=True))
-    ]
-    return Markup.join_all(cards)
+    scores, since = scores_of(place, core)[:n], survival_of(place, core, root)[:n]
+    return Markup.join_all([card(i, core, *known) for i, known in enumerate(zip(facts, scores, since, strict=True))])
+
+
+def survival_of(place: Path, core: Core, root: Path | None) -> list[Figures | None]:
+    """Return what became of each latent since the cycle before; None where that cannot be said."""
+    try:
+        found = since_last_cycle(place, core, open_store_of(place, core.provenance.store, root))
+    except DmsaeError:
+        found = None
+    return [None] * len(core) if found is None else list(found.rows())
 
 
 def scores_of(place: Path, core: Core) -> list[Scored]:
@@ -50,7 +63,7 @@ def scores_of(place: Path, core: Core) -> list[Scored]:
     ]
 
 
-def card(place: int, core: Core, facts: LatentFacts, scored: Scored) -> Markup:
+def card(place: int, core: Core, facts: LatentFacts, scored: Scored, since: Figures | None = None) -> Markup:
     """Return all that is known of one core latent."""
     lineage = core.lineage[place]
     interval = "" if scored.low is None else f" (95 % interval {scored.low:.3g} to {scored.high:.3g})"
@@ -65,12 +78,23 @@ def card(place: int, core: Core, facts: LatentFacts, scored: Scored) -> Markup:
         tag("h3", f"latent {facts.latent} (number {place} of the core)"),
         tag("p", told, class_="soft"),
         tag("p", *activity, class_="soft"),
+        _survived(since),
         _tokens("promotes", facts.promoted),
         _tokens("suppresses", facts.suppressed),
         _examples("fires most on", facts.top),
         _examples("random places where it fires", facts.random),
         class_="latent",
     )
+
+
+def _survived(since: Figures | None) -> Markup:
+    """Return what became of a latent since the cycle before, in words."""
+    if since is None:
+        return Markup("")
+    jaccard, chance, cosine = (since[name] for name in ("jaccard", "jaccard_chance", "decoder_cosine"))
+    firing = "silent in both" if jaccard is None or chance is None else f"Jaccard {jaccard:.2f}, by chance {chance:.2f}"
+    decoder = "" if cosine is None else f"; decoder cosine {cosine:.2f}"
+    return tag("p", f"since the cycle before: firing {firing}{decoder}", class_="soft")
 
 
 def _tokens(verb: str, effects: Sequence[TokenEffect]) -> Markup:

@@ -1,6 +1,7 @@
 """A page that opens from disk: no network, no script, light and dark, wide and narrow."""
 
 import base64
+from html import escape
 from importlib import resources
 from pathlib import Path
 
@@ -35,5 +36,5 @@ def section(heading: str, *parts: Markup) -> Markup:
 def figure(path: Path, caption: str, command: str) -> Markup:
     """Return a drawing inside the page, with the command that made it."""
     data = base64.b64encode(path.read_bytes()).decode("ascii")
-    image = Markup(f'<img alt="" src="data:image/svg+xml;base64,{data}">')
+    image = Markup(f'<img alt="{escape(caption)}" src="data:image/svg+xml;base64,{data}">')
     return tag("figure", image, tag("figcaption", caption, " ", tag("code", command), class_="soft"))

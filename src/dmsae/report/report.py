@@ -7,6 +7,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from dmsae.activations.request import HarvestRequest
+from dmsae.activations.store import Store
 from dmsae.config import Json
 from dmsae.cores.core import Core
 from dmsae.disk import layout
@@ -15,6 +17,7 @@ from dmsae.disk.run import read_settings
 from dmsae.distillation.inspection import has_core
 from dmsae.distillation.matching import open_store_of
 from dmsae.distillation.status import read_summary
+from dmsae.distillation.survivors import DISTILLATION, survivors
 from dmsae.errors import ConfigError, DmsaeError
 from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.experiments.claims import CLAIMS
@@ -40,8 +43,9 @@ def write_report(
     if missing := [place for place in runs if not (place / layout.SETTINGS).is_file()]:
         raise ConfigError(f"{missing[0]} is neither a run nor an experiment: there is nothing to report.")
     sections = [part for place in experiments for part in _experiment(place)]
+    cores = {place: Core.load(place) for place in runs if has_core(place)}
     for place in runs:
-        sections += _run(place, n_latents, root, progress)
+        sections += _run(place, cores, n_latents, root, progress)
     document = page("dmsae: what was run and what was found", *sections, _versions())
     to.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(to, document.encode())
@@ -73,35 +77,54 @@ def _verdict_row(one: Verdict) -> list[object]:
     return [one.claim, one.whose, said, one.statistic, mean, span, ", ".join(map(str, one.seeds)) or "–"]
 
 
-def _run(place: Path, n_latents: int, root: Path | None, progress: Progress) -> list[Markup]:
+def _run(place: Path, cores: dict[Path, Core], n_latents: int, root: Path | None, progress: Progress) -> list[Markup]:
     settings = read_settings(place)
     if settings.get("kind") == "distill":
-        return _distillation(place, settings, n_latents, root, progress)
-    return [section(f"SAEs: {place.name}", _trained(place, settings, root))]
+        return [_distillation(place, settings, cores.get(place), n_latents, root, progress)]
+    store = _store(place, settings, root)
+    parts = [_trained(place, settings, store)]
+    if store is not None:
+        parts += _survived(place, settings, store, cores)
+    return [section(f"SAEs: {place.name}", *parts)]
 
 
-def _distillation(place: Path, settings: Json, n_latents: int, root: Path | None, progress: Progress) -> list[Markup]:
+def _distillation(
+    place: Path, settings: Json, core: Core | None, n_latents: int, root: Path | None, progress: Progress
+) -> Markup:
     model, distill = settings["model"], settings["distill"]
     about = (
-        f"{model['name']} {model['revision']} at {model['hook']}, store {settings['store']}. Width {distill['width']}, "
-        f"k {distill['k']}, core mode {distill['core_mode']}, coverage {distill['coverage']}, max_rate "
+        f"{model['name']} {model['revision']} at {model['hook']}, {_text(place, settings, root)}. Width "
+        f"{distill['width']}, k {distill['k']}, core mode {distill['core_mode']}, coverage {distill['coverage']}, max_rate "
         f"{distill['max_rate'] or 'none'}, seed {distill['seed']}, {distill['train']['tokens']:,} tokens a cycle."
     )
     summary = read_summary(place)
     rows = [_cycle_row(cycle) for cycle in summary.get("cycles", ())]
     header = ["cycle", "core", "kept", "new", "dropped", "L0 of the core", "of", "median rate", "pool taken", "FVE"]
+    header += ["Jaccard with the cycle before", "by chance", "decoder cosine"]
     parts = [tag("p", about, class_="soft"), table(header, rows)]
-    if has_core(place):
-        core = Core.load(place)
+    if core is not None:
         parts.append(tag("p", f"Distilled core: {len(core)} latents. The first {min(n_latents, len(core))}:"))
         if len(core):
             parts.append(latent_cards(place, core, n_latents, root, progress))
-    return [section(f"Distillation: {place.name}", *parts)]
+    return section(f"Distillation: {place.name}", *parts)
+
+
+def _text(place: Path, settings: Json, root: Path | None) -> str:
+    """Return which text a run was made from, as far as that is known."""
+    key = settings["store"]
+    try:
+        request = open_store_of(place, key, root).request
+    except DmsaeError:
+        return f"store {key}"
+    source = request.source if isinstance(request, HarvestRequest) else "imported activations"
+    return f"text {source}, store {key}"
 
 
 def _cycle_row(cycle: Json) -> list[object]:
     core, selection = cycle["core"], cycle.get("selection") or {}
     share, rate, fve = selection.get("share_selected"), selection.get("median_rate"), cycle["heldout_fve"]
+    survival = cycle.get("survival") or {}
+    survived = [survival.get(name) for name in ("jaccard", "jaccard_chance", "decoder_cosine")]
     return [
         cycle["cycle"],
         core["size"],
@@ -113,16 +136,41 @@ def _cycle_row(cycle: Json) -> list[object]:
         "–" if rate is None else f"{100 * rate:.0f} %",
         "–" if share is None else f"{100 * share:.0f} %",
         "–" if fve is None else f"{fve:.3f}",
+        *(_two_digits(value) for value in survived),
     ]
 
 
-def _trained(place: Path, settings: Json, root: Path | None) -> Markup:
+def _two_digits(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _store(place: Path, settings: Json, root: Path | None) -> Store | None:
+    """Return the store on whose held-out activations SAEs were measured, if it is still there."""
     made_from = settings["made_from"]
     key = made_from.get("heldout_store") or made_from.get("store")
     try:
-        store = open_store_of(place, key, root) if key else None
+        return open_store_of(place, key, root) if key else None
     except DmsaeError:
-        store = None
+        return None
+
+
+def _survived(place: Path, settings: Json, store: Store, cores: dict[Path, Core]) -> list[Markup]:
+    """Return what became of the cores on this page in these SAEs: a table for each that one of them carries."""
+    made = []
+    header = ["core in", "and in", "rate", "rate there", "Jaccard", "by chance", "correlation", "decoder cosine"]
+    for run, core in cores.items():
+        try:
+            found = survivors(run, core, [place / name for name in settings["saes"]], store)
+        except DmsaeError:
+            continue
+        if any(one.before == DISTILLATION for one in found):
+            rows: list[list[object]] = [[one.before, one.after, *map(_two_digits, one.summary[3:9])] for one in found]
+            made.append(tag("p", f"What became of the core of {run.name}, medians over its latents:", class_="soft"))
+            made.append(table(header, rows))
+    return made
+
+
+def _trained(place: Path, settings: Json, store: Store | None) -> Markup:
     rows: list[list[object]] = []
     for name in settings["saes"]:
         result = read_result(place / name)
