@@ -94,8 +94,9 @@ def _distillation(
     model, distill = settings["model"], settings["distill"]
     about = (
         f"{model['name']} {model['revision']} at {model['hook']}, {_text(place, settings, root)}. Width "
-        f"{distill['width']}, k {distill['k']}, core mode {distill['core_mode']}, coverage {distill['coverage']}, max_rate "
-        f"{distill['max_rate'] or 'none'}, seed {distill['seed']}, {distill['train']['tokens']:,} tokens a cycle."
+        f"{distill['width']}, k {distill['k']}, core mode {distill['core_mode']}, coverage {distill['coverage']}, "
+        f"max_rate {distill['max_rate'] or 'none'}, seed {distill['seed']}, {distill['train']['tokens']:,} tokens a "
+        "cycle."
     )
     summary = read_summary(place)
     rows = [_cycle_row(cycle) for cycle in summary.get("cycles", ())]
