@@ -155,7 +155,7 @@ CAPTIONS = {
     "matched latents fire; a point for each pair of runs.",
     "regime": "Where detectors of a first core beat every control; a point for each seed. Fresh seeds took no part in "
     "the choice.",
-    "selection": "How much of the effect of ablation the half of the latents accounts for that a rule prefers; a point "
-    "for each seed.",
+    "selection": "Share of the ablation effect that falls on the half of the latents that a rule prefers; a point for "
+    "each seed.",
 }
 """What each figure shows, in a sentence."""

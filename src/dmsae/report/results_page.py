@@ -17,12 +17,12 @@ give. Each file is one part of an experiment with one seed; [experiments](experi
 how a verdict is reached. A verdict needs three seeds. Intervals are Student's t over seeds.
 
 In the tables of SAEs: *core*, latents kept; *L0*, active latents per token, the core included; *FVE*, held-out variance
-explained; *price*, what keeping the core costs of it against an SAE that keeps nothing at the same L0; *loss*, the
-next-token loss in nats with the reconstruction in place; *median rate*, share of positions on which the median core
+explained; *price*, how much FVE keeping the core costs, compared with an SAE that keeps nothing at the same L0; *loss*,
+the next-token loss in nats with the reconstruction in place; *median rate*, share of positions on which the median core
 latent fires; *selected again*, core latents that attribution would choose again, without a cap on firing rates. SAEs
-named `unconstrained` keep nothing; several of them surround the L0 of the others, so their k is not their L0. A core
-brings the training of the SAE that it comes from with it; the part `longer` is about that. The
-[glossary](glossary.md) has the rest.
+named `unconstrained` keep nothing. Several are trained, at L0s around that of the SAEs that they are compared with; the
+k in their names is that of the comparison. A core brings the training of the SAE that it comes from with it; the part
+`longer` is about that. The [glossary](glossary.md) has the rest.
 """
 
 
@@ -57,8 +57,8 @@ def _about(preset: str, results: list[Json]) -> str:
     distill = settings["distill"]
     train = distill["train"]
     return (
-        f"`dmsae experiment all --preset {preset} --out runs/{preset}`, of which the parts below. {settings['model']}, "
-        f"store `{settings['store']}`; width {distill['width']}, k {distill['k']}, {train['tokens']:,} activations "
+        f"Made with `dmsae experiment all --preset {preset} --out runs/{preset}`; the parts below were run. "
+        f"{settings['model']}, store `{settings['store']}`; width {distill['width']}, k {distill['k']}, {train['tokens']:,} activations "
         f"a training run, learning rate {train['lr']:g}. torch {results[0]['torch']}, two cores of a CPU."
     )
 
