@@ -59,7 +59,8 @@ def _about(preset: str, results: list[Json]) -> str:
     return (
         f"Made with `dmsae experiment all --preset {preset} --out runs/{preset}`; the parts below were run. "
         f"{settings['model']}, store `{settings['store']}`; width {distill['width']}, k {distill['k']}, "
-        f"{train['tokens']:,} activations a training run, learning rate {train['lr']:g}. torch {results[0]['torch']}, two cores of a CPU."
+        f"{train['tokens']:,} activations a training run, learning rate {train['lr']:g}. torch {results[0]['torch']}, "
+        "two cores of a CPU."
     )
 
 
