@@ -105,7 +105,7 @@ PLANTED: dict[str, Json] = {
             row("random-detector-k4", price=0.081),
         ]
     },
-    "longer": {"price": 0.002},
+    "longer": {"price": 0.002, "price_loss": 0.003},
     "capped": {
         "rows": [
             row("detector-k4", price=0.01),
@@ -173,6 +173,7 @@ EXPECTED = (
         0.004,
         0.006,
         0.003,
+        0.007,
         0.09,
         0.02,
         0.03,

@@ -113,9 +113,15 @@ class Lab:
         like = TransferConfig((config.k,), config.width, config.nesting, center_input=config.center_input, train=train)
         return replace(like, **settings)
 
-    def rows(self, results: Sequence[TrainResult], config: DistillConfig, known: Sequence[Held] = ()) -> list[Json]:
-        """Return the figures of trained SAEs."""
-        measured_by = (config.attribution, config.coverage, known, config.train.device, self._progress)
+    def rows(
+        self,
+        results: Sequence[TrainResult],
+        config: DistillConfig,
+        known: Sequence[Held] = (),
+        with_losses: bool = False,
+    ) -> list[Json]:
+        """Return the figures of trained SAEs; next-token losses where a core has a price, or if asked for."""
+        measured_by = (config.attribution, config.coverage, known, config.train.device, self._progress, with_losses)
         with self._held(*(result.directory.parent for result in results)):
             rows = rows_of(results, self.store, *measured_by)
         return [row._asdict() for row in rows]

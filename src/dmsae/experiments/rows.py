@@ -59,9 +59,11 @@ def rows_of(
     known: Sequence[Held] = (),
     device: str = "auto",
     progress: Progress = SILENT,
+    with_losses: bool = False,
 ) -> list[Row]:
-    """Return the rows of the SAEs of a transfer, in order; the model runs only where there is a price to be told."""
-    losses = next_token_losses(results, store, device, progress) if prices(results, store) else {}
+    """Return the rows of the SAEs of a transfer, in order; the model runs where there is a price, or if asked for."""
+    measured = with_losses or prices(results, store)
+    losses = next_token_losses(results, store, device, progress) if measured else {}
     priced = dict(prices(results, store, known, losses))
     rows = []
     for result in results:

@@ -66,18 +66,11 @@ def frontier(figures: Sequence[Json]) -> "Figure":
     that keep nothing."""
     figure, axes = panels(2, columns=2, width=4.2, height=3.0)
     labels = ("held-out variance explained", "next-token loss with the SAE\nin place (nats)")
-    rows = [row for one in figures for row in one["rows"]]
     for axis, name, label in zip(axes, ("fve", "loss"), labels, strict=True):
-        known = [row for row in rows if row.get(name) is not None and row.get("l0") is not None]
-        free: dict[str, list[Json]] = {}
-        for row in known:
-            if not row["n_core"]:
-                free.setdefault(row["sae"], []).append(row)
-        means = sorted((fmean(row["l0"] for row in some), fmean(row[name] for row in some)) for some in free.values())
-        if means:
-            axis.plot(
-                *zip(*means, strict=True), color="black", linewidth=1.2, label="Matryoshka SAEs that keep nothing"
-            )
+        known = [row for row in _rows(figures, "paper") if row.get(name) is not None and row.get("l0") is not None]
+        _free_curve(axis, known, name, "Matryoshka SAEs that keep nothing", "-")
+        longer = [row for row in _rows(figures, "longer") if row.get(name) is not None]
+        _free_curve(axis, longer, name, "the same, trained twice as long", "--")
         for series in FRONTIER:
             points = [(row["l0"], row[name]) for row in known if row["n_core"] and method(row) == series.sae]
             if points:
@@ -86,6 +79,21 @@ def frontier(figures: Sequence[Json]) -> "Figure":
         axis.set_xlabel("measured L0 (active latents per token, core included)")
         axis.set_ylabel(label)
     return legend_below(figure, axes, columns=2)
+
+
+def _rows(figures: Sequence[Json], part: str) -> list[Json]:
+    return [row for one in figures if one["part"] == part for row in one["rows"]]
+
+
+def _free_curve(axis: "Axes", rows: Sequence[Json], name: str, label: str, line: str) -> None:
+    """Draw a figure of SAEs without a core against their L0, as a line through the means over seeds."""
+    free: dict[str, list[Json]] = {}
+    for row in rows:
+        if not row["n_core"]:
+            free.setdefault(row["sae"], []).append(row)
+    means = sorted((fmean(row["l0"] for row in some), fmean(row[name] for row in some)) for some in free.values())
+    if means:
+        axis.plot(*zip(*means, strict=True), color="black", linewidth=1.2, linestyle=line, label=label)
 
 
 def price(figures: Sequence[Json]) -> "Figure":

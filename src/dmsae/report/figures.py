@@ -127,7 +127,7 @@ def selection(figures: Sequence[Json]) -> "Figure":
 
 
 FIGURES: dict[str, tuple[tuple[str, ...], "Callable[[Sequence[Json]], Figure]"]] = {
-    "frontier": (("paper",), comparisons.frontier),
+    "frontier": (("paper", "longer"), comparisons.frontier),
     "price": (("paper", "capped", "consensus", "cycles"), comparisons.price),
     "core-evolution": (("cycles",), core_evolution),
     "benchmark": (("benchmark",), comparisons.benchmark),
@@ -147,7 +147,8 @@ CAPTIONS = {
     "sparsity": "Core size by cycle at several k, coloured by origin.",
     "random-core": "Share of core latents that fire, through training; bands: range over seeds.",
     "frontier": "SAEs with the first core against measured L0, a point for each seed, beside Matryoshka SAEs that keep "
-    "nothing (means over seeds). What lies on the line costs nothing to keep.",
+    "nothing (means over seeds). What lies on the line costs nothing to keep. Dashed: SAEs that train twice as long, "
+    "as detectors have if their own training counts.",
     "price": "What it costs to keep latents, by rule, freeze and number of cycles; a point for each seed. Squares are "
     "directions, circles detectors, grey is random.",
     "benchmark": "Every score against the measured L0; a point for each seed, lines through their means.",

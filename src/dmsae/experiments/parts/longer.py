@@ -4,6 +4,7 @@ The SAEs with detectors are those of the part `paper`. Their encoders were train
 for as long again; the unconstrained SAEs there had only the second training.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dmsae.config import Json
@@ -19,15 +20,27 @@ _TRAININGS = 2
 
 
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
-    """Return SAEs that keep nothing, at about the L0 of the detectors, and what these explain less than they do."""
+    """Return SAEs that keep nothing, at about the L0 of the detectors, and what these explain and predict less well."""
     config = replace(lab.base, seed=seed)
     carrying = _detectors(lab, seed)
     longer = replace(config, train=replace(config.train, tokens=_TRAININGS * config.train.tokens))
-    rows = lab.rows(neighbours(lab, longer, lab.first_core(config), round(carrying["l0"])), config)
-    points = [(row["l0"], row["fve"]) for row in rows if row["l0"] is not None]
-    inside = bool(points) and min(points)[0] <= carrying["l0"] <= max(points)[0]
-    price = interpolated(carrying["l0"], points)[0] - carrying["fve"] if inside else None
-    return {"rows": [carrying, *rows], "tokens": longer.train.tokens, "price": price}
+    free = neighbours(lab, longer, lab.first_core(config), round(carrying["l0"]))
+    rows = lab.rows(free, config, with_losses=True)
+    lacking, added = (_between(rows, carrying["l0"], name) for name in ("fve", "loss"))
+    return {
+        "rows": [carrying, *rows],
+        "tokens": longer.train.tokens,
+        "price": None if lacking is None else lacking - carrying["fve"],
+        "price_loss": None if added is None or carrying["loss"] is None else carrying["loss"] - added,
+    }
+
+
+def _between(rows: Sequence[Json], l0: float, name: str) -> float | None:
+    """Return a figure of SAEs at an L0 between theirs; None when it is outside, or not all have one."""
+    points = [(row["l0"], row[name]) for row in rows]
+    if not points or any(None in point for point in points):
+        return None
+    return interpolated(l0, points)[0] if min(points)[0] <= l0 <= max(points)[0] else None
 
 
 def _detectors(lab: Lab, seed: int) -> Json:
