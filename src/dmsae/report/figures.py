@@ -88,12 +88,12 @@ def coverage(figures: Sequence[Json]) -> "Figure":
 
 
 def random_core(figures: Sequence[Json]) -> "Figure":
-    """Return the share of core latents that fire through training: the first core and random rows, by norm and k."""
+    """Return the share of core latents that fire through training: the distilled core and random rows, by norm and k."""
     rows = [row for row in figures[0]["rows"] if "detector" not in row["sae"]]
     places = list(dict.fromkeys((row["k"], str(row["norm"])) for row in rows))
     columns = len({norm for _, norm in places})
     figure, axes = panels(len(places), columns, width=2.6, height=2.3)
-    names = {"dense": "first core", "random-norm": "random", "random-covariance": "random, covariance-matched"}
+    names = {"dense": "distilled core", "random-norm": "random", "random-covariance": "random, covariance-matched"}
     for axis, (k, norm) in zip(axes, places, strict=True):
         for row in rows:
             if (row["k"], str(row["norm"])) != (k, norm):
