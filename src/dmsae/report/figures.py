@@ -88,7 +88,7 @@ def coverage(figures: Sequence[Json]) -> "Figure":
 
 
 def random_core(figures: Sequence[Json]) -> "Figure":
-    """Return the share of core latents that fire through training: the distilled core and random rows, by norm and k."""
+    """Return the share of core latents that fire through training: distilled and random rows, by norm and k."""
     rows = [row for row in figures[0]["rows"] if "detector" not in row["sae"]]
     places = list(dict.fromkeys((row["k"], str(row["norm"])) for row in rows))
     columns = len({norm for _, norm in places})
