@@ -64,7 +64,7 @@ FRONTIER = (
 def frontier(figures: Sequence[Json]) -> "Figure":
     """Return variance explained and next-token loss against the measured L0: SAEs with a core, beside a curve of those
     that keep nothing."""
-    figure, axes = panels(2, columns=2, width=4.2, height=3.0)
+    figure, axes = panels(2, columns=2, width=4.2, height=3.7)
     labels = ("held-out variance explained", "next-token loss with the SAE\nin place (nats)")
     for axis, name, label in zip(axes, ("fve", "loss"), labels, strict=True):
         known = [row for row in _rows(figures, "paper") if row.get(name) is not None and row.get("l0") is not None]
