@@ -28,12 +28,12 @@ assets: $(READY)  ## the default model and corpus (141 MB to fetch, once)
 demo: assets  ## from nothing to distilled cores, the SAEs trained from them, and their controls, in minutes
 	@echo "\n1. The paper's core: encoder rows are frozen, and the core fires freely."
 	$(BIN)/dmsae distill --recipe demo --out $(DEMO)/paper
-	@echo "\n2. SAEs from it, beside a random core and no core, all at the same measured L0."
-	$(BIN)/dmsae transfer --recipe demo --core $(DEMO)/paper --k 96 --budget total --out $(DEMO)/paper-saes
+	@echo "\n2. SAEs from it, compared with a random core and with none, at two measured L0s."
+	$(BIN)/dmsae transfer --recipe demo --core $(DEMO)/paper --k 96 112 --budget total --out $(DEMO)/paper-saes
 	@echo "\n3. A core of detectors from the same cycle 0, of latents that fire on at most a fifth of the tokens."
 	$(BIN)/dmsae distill --recipe demo --core-mode detector --max-rate 0.2 \
 		--cycle0.source $(DEMO)/paper/cycle-0/sae --out $(DEMO)/detectors
-	@echo "\n4. SAEs from it, beside random detectors and no core, all at the same measured L0."
+	@echo "\n4. SAEs from it, compared with random detectors and with no core, near the same measured L0."
 	$(BIN)/dmsae transfer --recipe demo --core $(DEMO)/detectors --core-modes detector --budget total \
 		--out $(DEMO)/detector-saes
 	$(BIN)/dmsae core show $(DEMO)/detectors --top 12
