@@ -20,10 +20,9 @@ def bootstrap_scores(largest: LargestValues, n_samples_PN: Tensor, n_replicates:
     """
     n_contexts = n_samples_PN.shape[1]
     drawn = torch.randint(n_contexts, (n_replicates, n_contexts), generator=generator(seed, "bootstrap"))
-    scores = []
-    for contexts in drawn.to(n_samples_PN.device):
-        weights_N = torch.bincount(contexts, minlength=n_contexts)
-        scores.append(_weighted_quantile(largest, weights_N, n_samples_PN.double() @ weights_N.double()))
+    weights_XN = torch.stack([torch.bincount(one, minlength=n_contexts) for one in drawn.to(n_samples_PN.device)])
+    n_samples_XP = (n_samples_PN.double() @ weights_XN.double().T).T  # whole numbers: exact in any order
+    scores = [_weighted_quantile(largest, *one) for one in zip(weights_XN, n_samples_XP, strict=True)]
     return torch.stack(scores).float().cpu()
 
 
