@@ -253,6 +253,17 @@ def test_seeds_are_repetitions_with_a_spread(results: Path) -> None:
     assert "±" in next(table for table in made if table.title.startswith("paper")).markdown()
 
 
+def test_a_name_that_two_saes_of_a_part_have_is_not_one_sae() -> None:
+    rows = [{"sae": "a", "fve": 0.25}, {"sae": "b", "fve": 0.5}, {"sae": "a", "fve": 0.75}]
+    results = [{"part": "cycles", "seed": seed, "figures": {"rows": rows}} for seed in range(2)]
+    found = over_seeds(results, "cycles", ["fve"])
+    assert {name: spread["fve"] for name, spread in found.items()} == {
+        "a": Spread(0.25, 0.0, 2),
+        "b": Spread(0.5, 0.0, 2),
+        "a (2)": Spread(0.75, 0.0, 2),
+    }
+
+
 def test_a_figure_as_text() -> None:
     assert text(Spread.of([0.5, None, 0.7]), 2) == "0.60 ± 0.14"
     assert text(Spread.of([0.5]), 2) == "0.50"

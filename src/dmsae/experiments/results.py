@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -84,12 +85,18 @@ def part_results(directory: Path, part: str) -> list[Json]:
 
 
 def over_seeds(results: Sequence[Json], part: str, figures: Sequence[str]) -> dict[str, dict[str, Spread | None]]:
-    """Return, for each SAE of a part, the spread of some figures over seeds, in the order of the first seed."""
+    """Return, for each SAE of a part, the spread of some figures over seeds, in the order of the first seed.
+
+    Transfers of one part may use a name twice: then the second SAE of that name is another one.
+    """
     rows: dict[str, list[Json]] = {}
     for result in results:
         if result["part"] == part:
+            times: Counter[str] = Counter()
             for row in result["figures"]["rows"]:
-                rows.setdefault(row["sae"], []).append(row)
+                times[row["sae"]] += 1
+                nth = f" ({times[row['sae']]})" if times[row["sae"]] > 1 else ""
+                rows.setdefault(f"{row['sae']}{nth}", []).append(row)
     return {
         name: {figure: Spread.of([row.get(figure) for row in of_sae]) for figure in figures}
         for name, of_sae in rows.items()
