@@ -1,9 +1,11 @@
 """Figures: all that is drawn comes from the JSON of the parts, and the same figures give the same bytes."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -12,6 +14,13 @@ from dmsae.errors import CheckpointError
 from dmsae.experiments.results import result_file
 from dmsae.report.figures import FIGURES, draw
 from dmsae.report.style import COLOURS, panels, styled
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Leave no figure open for other tests to find."""
+    yield
+    plt.close("all")
 
 
 def cycles(run: str, sizes: list[dict[str, int]], **more: Any) -> list[Json]:
