@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -20,6 +22,7 @@ from dmsae.activations.harvest import Harvest
 from dmsae.activations.identity import ModelIdentity
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.shards import ShardMaker
+from dmsae.activations.sources import StoreSource
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Store
 from dmsae.activations.stream import ActivationStream, Cursor
@@ -233,8 +236,7 @@ def learn(comms: Comms, name: str, n_steps: int) -> Learned:
     """Train one of the SAEs in float64, and return all there is to know about it."""
     spec = next(one for one in specs() if one.name == name)
     config = TrainConfig(**SHORT | {"batch_size": 16, "dead_after_tokens": 32, "threshold_start": 2})
-    share = comms.data.rank, comms.data.size
-    with closing(ActivationStream(Zipf(), config.batch_size, 0, "cpu", share)) as stream:
+    with closing(ActivationStream(Zipf(), config.batch_size, 0, "cpu", comms.data, comms.both)) as stream:
         scale, b_dec = first_look(_Double(stream), 3, comms)  # type: ignore[arg-type]
         learner = Learner(spec, config, config.schedule(), b_dec, scale, comms)
         learner.sae.double()
@@ -249,6 +251,57 @@ def learn(comms: Comms, name: str, n_steps: int) -> Learned:
             inference.append(tuple(learner.inference_metrics(mine, 12)))
     folded = in_blocks(learner.folded(scale), learner.whole, comms, 64)
     return Learned(results, learner.tensors(), [learner.facts()], scale, groups, inference, folded)
+
+
+class Streamed(NamedTuple):
+    """What one rank got of some batches."""
+
+    batches: list[Tensor]
+    read: list[str]
+    """The shards that it opened, or the contexts that went through its model."""
+    cursor: Cursor
+
+
+def read_stream(comms: Comms, make: Callable[[], Any], batch_size: int, n: int, at: Cursor | None = None) -> Streamed:
+    """Take batches from a stream on all ranks, and note what each of them reads."""
+    read: list[str] = []
+    of_store, of_model = Store.read, ShardMaker.make
+
+    def opened(self: Store, record: Any) -> Any:
+        read.append(record.file)
+        return of_store(self, record)
+
+    def made(self: ShardMaker, split: Split, contexts: Any, quota: int, index: int = 0) -> Any:
+        read.append(str(index))
+        return of_model(self, split, contexts, quota, index)
+
+    stream = ActivationStream(make(), batch_size, 0, "cpu", comms.data, comms.both)
+    with patch.object(Store, "read", opened), patch.object(ShardMaker, "make", made), closing(stream):
+        stream.seek(at or Cursor())
+        return Streamed(list(islice(stream, n)), read, stream.cursor)
+
+
+def hear_of_stream(comms: Comms, make: Callable[[], Any], batch_size: int, n: int) -> str:
+    """Take batches, and return what each rank hears."""
+    try:
+        read_stream(comms, make, batch_size, n)
+    except DmsaeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def train_on_store(comms: Comms, store: Path, directory: Path) -> str:
+    """Train on a store, and return what each rank hears."""
+    command = partial(_train_on_store, store, directory)
+    try:
+        lead(comms, command) if comms.is_first else follow(comms)
+    except DmsaeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _train_on_store(store: Path, directory: Path, comms: Comms) -> None:
+    train_on(comms, specs()[:1], StoreSource(Store.open(store)), directory, TrainConfig(**SHORT))
 
 
 class _Double:
@@ -348,25 +401,38 @@ def same(comms: Comms, values: list[int]) -> str:
     return "nothing"
 
 
-def be_rank(rank: int, port: int, mesh: MeshConfig, log: Path, command: Callable[[Comms], Any]) -> None:
+def be_rank(
+    rank: int,
+    port: int,
+    mesh: MeshConfig,
+    log: Path,
+    command: Callable[[Comms], Any],
+    run: Callable[..., Any] = run_on_mesh,
+) -> None:
     """Be one rank of a mesh, as under torchrun, and end with the exit code that a command would have."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(mesh.size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sys.stderr = (log / f"rank-{rank}.log").open("a")
     try:
-        run_on_mesh(mesh, "cpu", {}, command)
+        run(mesh, "cpu", {}, command)
     except DmsaeError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(2)
     os._exit(0)
 
 
-def train_as_rank(rank: int, port: int, shape: tuple[int, int], directory: Path, changes: dict[str, Any]) -> None:
-    """Train two SAEs as a rank that may be killed."""
+def train_as_rank(
+    rank: int, port: int, shape: tuple[int, int], store: Path, directory: Path, changes: dict[str, Any]
+) -> None:
+    """Train two SAEs from a store as a rank that may be killed."""
     mesh = MeshConfig(data=shape[0], latents=shape[1], timeout_seconds=5)
     config = TrainConfig(**SHORT | changes)
-    be_rank(rank, port, mesh, directory.parent, lambda on: train_on(on, specs()[:2], Zipf(), directory, config))
+
+    def command(on: Comms) -> None:
+        train_on(on, specs()[:2], StoreSource(Store.open(store)), directory, config)
+
+    be_rank(rank, port, mesh, directory.parent, command)
 
 
 def harvest_as_rank(rank: int, port: int, n: int, config: HarvestConfig, root: Path, pause: float) -> None:

@@ -23,7 +23,7 @@ from dmsae.sae.comms import Comms
 from dmsae.training.mesh import MeshConfig, place
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch._dynamo", "transformers.models.llama.modeling_llama", "mesh_work"])
+SERVER.set_forkserver_preload(["torch._dynamo", "transformers.models.llama.modeling_llama", "mesh_evaluations"])
 
 SHAPES = [(2, 1), (1, 2), (2, 2)]
 """Data × latents."""

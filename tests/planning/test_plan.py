@@ -88,6 +88,18 @@ def test_ranks_of_a_cpu_count_the_gradients_of_others_that_they_add_up() -> None
 
 
 @pytest.mark.usefixtures("_no_steps")
+def test_a_data_rank_holds_only_the_shards_that_it_reads() -> None:
+    sections = read_sections("demo")
+    recipe = (sections.harvest, sections.distill, sections.transfer, ModelFacts(576, 30, 134_000_000, 49_152, "known"))
+    shard = sections.harvest.shard_tokens * 576 * 2
+    one, two, eight = (plan(*recipe, MeshConfig(data=n, share_memory=False)).stages[1] for n in (1, 2, 8))
+    assert one.host_bytes == 2 * 4 * shard, "two blocks"
+    checkpoint = (two.host_bytes or 0) - 2 * 2 * shard
+    assert (eight.host_bytes or 0) - checkpoint == 2 * shard
+    assert eight.wire_bytes > two.wire_bytes > 4 * 2048 * 576 // 2
+
+
+@pytest.mark.usefixtures("_no_steps")
 def test_one_process_sends_nothing_and_trains_its_own_cycle_0() -> None:
     train = TrainConfig(tokens=20_480, device="cpu")
     facts = ModelFacts(64, 2, 10_000, 100, "made up")

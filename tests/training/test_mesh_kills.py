@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 
 from mesh_work import train_as_rank
-from meshes import join_all, start_ranks
+from meshes import SHAPES, join_all, start_ranks
+from planted import planted_store
 
 
-def start(directory: Path, shape: tuple[int, int], **changes: Any) -> list[ForkServerProcess]:
-    return start_ranks(shape[0] * shape[1], train_as_rank, shape, directory, changes)
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Four shards, of which 24 steps take nearly two epochs."""
+    return planted_store(tmp_path / "store", n_rows=800).store.path
+
+
+def start(directory: Path, store: Path, shape: tuple[int, int], **changes: Any) -> list[ForkServerProcess]:
+    return start_ranks(shape[0] * shape[1], train_as_rank, shape, store, directory, changes)
 
 
 def n_lines(directory: Path) -> int:
@@ -36,27 +43,26 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-def test_killed_again_and_again(tmp_path: Path, shape: tuple[int, int]) -> None:
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert join_all(start(whole, shape)) == [0, 0]
+@pytest.mark.parametrize("shape", SHAPES)
+def test_killed_again_and_again(tmp_path: Path, store: Path, shape: tuple[int, int]) -> None:
+    whole, run, everyone = tmp_path / "whole", tmp_path / "run", list(range(shape[0] * shape[1]))
+    assert join_all(start(whole, store, shape)) == [0 for _ in everyone]
     chance = random.Random(str(shape))
-    for victims in ([1], [0], [0, 1], [1]):
-        ranks = start(run, shape, checkpoint_seconds=0.05)
+    for victims in ([chance.choice(everyone[1:])], [0], everyone, [chance.choice(everyone)]):
+        ranks = start(run, store, shape, checkpoint_seconds=0.05)
         wait_for(run, min(20, n_lines(run) + chance.randint(1, 6)), ranks)
         time.sleep(chance.uniform(0, 0.05))
         for victim in victims:
             ranks[victim].kill()
         codes = join_all(ranks)
-        for rank, code in enumerate(codes):
-            assert code == (-signal.SIGKILL if rank in victims else 2), codes
-    assert join_all(start(run, shape)) == [0, 0]
+        assert codes == [-signal.SIGKILL if rank in victims else 2 for rank in everyone]
+    assert join_all(start(run, store, shape)) == [0 for _ in everyone]
     assert contents(run) == contents(whole)
     assert "has lost contact with the others" in (tmp_path / "rank-0.log").read_text()
 
 
-def test_a_silent_rank_is_given_up(tmp_path: Path) -> None:
-    ranks = start(tmp_path / "run", (2, 1), tokens=64 * 5000)
+def test_a_silent_rank_is_given_up(tmp_path: Path, store: Path) -> None:
+    ranks = start(tmp_path / "run", store, (2, 1), tokens=64 * 5000)
     wait_for(tmp_path / "run", 3, ranks)
     assert ranks[1].pid is not None
     os.kill(ranks[1].pid, signal.SIGSTOP)

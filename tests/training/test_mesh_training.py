@@ -247,6 +247,9 @@ def test_a_mesh_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         require_fits(MeshConfig(data=2), 9, {})
     with pytest.raises(ConfigError, match=r"a: width = 9; it must be a multiple of mesh.latents \(2\)"):
         require_fits(MeshConfig(latents=2), 9, {"a": 9})
+    with pytest.raises(ConfigError, match=r"mesh\.data = 3; it must be at most 2, the training shards of the store"):
+        require_fits(MeshConfig(data=3), 9, {}, 2)
+    require_fits(MeshConfig(data=2, latents=2), 8, {}, 2)
     with pytest.raises(ConfigError, match=r"mesh\.data = 0"):
         MeshConfig(data=0)
     assert join(MeshConfig()) is ALONE

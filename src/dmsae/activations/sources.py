@@ -28,6 +28,15 @@ from dmsae.errors import StoreError
 from dmsae.progress import SILENT, Progress
 from dmsae.seeds import generator
 
+MIX_SHARDS = 4
+"""Shards of a block, whose rows are shuffled together."""
+
+Share = tuple[int, int]
+"""(i, n): the shards at the places i, i + n, i + 2n, … of an epoch."""
+WHOLE: Share = (0, 1)
+Shards = dict[int, Tensor]
+"""Rows [n, D] of some shards of a block, by their places in it."""
+
 
 class ActivationSource(Protocol):
     """Something that gives activations in blocks, epoch after epoch."""
@@ -52,6 +61,14 @@ class SampledSource(Protocol):
         """Return a few contexts with some of their activations, if there are any."""
 
 
+@runtime_checkable
+class ShardedSource(Protocol):
+    """A source whose blocks are made of shards, of which each of several ranks can read its own."""
+
+    def shards(self, epoch: int, index: int, seed: int, share: Share = WHOLE) -> Shards | None:
+        """Return the shards of a block that belong to a share, or None past the end of the epoch."""
+
+
 def as_source(data: "ActivationSource | Store | Array") -> "ActivationSource":
     """Return the source that a store, an array or a tensor stands for; a source is returned as it is."""
     if isinstance(data, Store):
@@ -62,7 +79,7 @@ def as_source(data: "ActivationSource | Store | Array") -> "ActivationSource":
 class StoreSource:
     """A block is a few shards from disk. From the second epoch on, the order of shards changes with the seed."""
 
-    def __init__(self, store: Store, mix_shards: int = 4) -> None:
+    def __init__(self, store: Store, mix_shards: int = MIX_SHARDS) -> None:
         require_whole("mix_shards", mix_shards, 1)
         self._store, self._mix = store, mix_shards
         self._shards = store.shards(Split.TRAIN)
@@ -87,14 +104,25 @@ class StoreSource:
         """Return a sample of the store's text; None for imported activations, which come without."""
         return sample_of_store(self._store)
 
+    @property
+    def n_shards(self) -> int:
+        """How many shards an epoch has."""
+        return len(self._shards)
+
     def block(self, epoch: int, index: int, seed: int) -> Tensor | None:
         """Return the rows of a few shards, every byte of them verified."""
+        return _joined(self.shards(epoch, index, seed))
+
+    def shards(self, epoch: int, index: int, seed: int, share: Share = WHOLE) -> Shards | None:
+        """Return some shards of a block, every byte of them verified; the others are not opened."""
         order = list(range(len(self._shards)))
         if epoch:
             mixed = torch.randperm(len(order), generator=generator(seed, "shards", epoch))
             order = mixed.tolist()
-        chosen = order[index * self._mix : (index + 1) * self._mix]
-        return torch.cat([self._store.read(self._shards[i])["x"] for i in chosen]) if chosen else None
+        first = index * self._mix
+        chosen = order[first : first + self._mix]
+        mine = (at for at in range(len(chosen)) if _belongs(first + at, share))
+        return {at: self._store.read(self._shards[chosen[at]])["x"] for at in mine} if chosen else None
 
 
 class LiveSource:
@@ -105,7 +133,7 @@ class LiveSource:
     only on the block that was asked for.
     """
 
-    def __init__(self, harvest: Harvest, mix_shards: int = 4, progress: Progress = SILENT) -> None:
+    def __init__(self, harvest: Harvest, mix_shards: int = MIX_SHARDS, progress: Progress = SILENT) -> None:
         require_whole("mix_shards", mix_shards, 1)
         self._harvest, self._mix, self._progress = harvest, mix_shards, progress
         self._maker = ShardMaker(harvest.model, harvest.config)
@@ -133,14 +161,17 @@ class LiveSource:
 
     def block(self, epoch: int, index: int, seed: int) -> Tensor | None:
         """Return the rows of a few shards, computed now."""
+        return _joined(self.shards(epoch, index, seed))
+
+    def shards(self, epoch: int, index: int, seed: int, share: Share = WHOLE) -> Shards | None:
+        """Return some shards of a block, computed now; the model does not see the contexts of the others."""
         if self._next != (epoch, index):
             self._shards = islice(self._context_shards(), index * self._mix, None)
         self._next = (epoch, index + 1)
-        rows = [
-            self._maker.make(Split.TRAIN, contexts, quota, index * self._mix + i)[0]["x"]
-            for i, (contexts, quota) in enumerate(islice(self._shards, self._mix))
-        ]
-        return torch.cat(rows) if rows else None
+        first = index * self._mix
+        block = list(islice(self._shards, self._mix))
+        mine = (at for at in range(len(block)) if _belongs(first + at, share))
+        return {at: self._maker.make(Split.TRAIN, *block[at], first + at)[0]["x"] for at in mine} if block else None
 
     def _context_shards(self) -> Iterator[tuple[Contexts, int]]:
         """Yield the contexts and row count of each shard of the training split."""
@@ -156,6 +187,16 @@ class LiveSource:
                 f"The corpus {config.text.source!r} holds {n_rows:,} of the {config.train_tokens:,} training "
                 "activations asked for; it will be repeated as needed."
             )
+
+
+def _belongs(place: int, share: Share) -> bool:
+    """Return whether the shard at a place of an epoch belongs to a share."""
+    part, n_parts = share
+    return place % n_parts == part
+
+
+def _joined(shards: Shards | None) -> Tensor | None:
+    return None if shards is None else torch.cat(list(shards.values()))
 
 
 def _reopened(path: Path, mix_shards: int) -> StoreSource:

@@ -6,14 +6,16 @@ corpus.
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmsae.activations.sources import ActivationSource, SampledSource
+from dmsae.activations.sources import ActivationSource, SampledSource, ShardedSource
 from dmsae.activations.token_sample import TokenSample
 from dmsae.config import require, require_whole
 from dmsae.errors import StoreError
+from dmsae.ranks import ONE, Axis, settled
 from dmsae.seeds import generator
 
 
@@ -26,11 +28,39 @@ class Cursor:
     row: int = 0
 
 
+class _Read(NamedTuple):
+    """What a rank has read of a block."""
+
+    rows: Tensor
+    """[n, D], in the block's order."""
+    shards_S2: Tensor
+    """For each shard of them its place in the block, and how many rows it has."""
+
+
+class _Owners(NamedTuple):
+    """Which rank has which of a block's N rows."""
+
+    rank_N: Tensor
+    place_N: Tensor
+    """Where each row is among those of this rank; means nothing for the rows of others."""
+
+    @classmethod
+    def of(cls, shards: list[Tensor], rank: int) -> "_Owners":
+        """Return the owners of a block's rows, given for each rank the places and sizes of its shards."""
+        counts, owners = torch.zeros(2, sum(map(len, shards)), dtype=torch.int64)
+        for owner, (places, sizes) in enumerate(one.T for one in shards):
+            owners[places], counts[places] = owner, sizes
+        rank_N = owners.repeat_interleave(counts)
+        return cls(rank_N, (rank_N == rank).cumsum(0) - 1)
+
+
 class ActivationStream:
     """Endless float32 batches [B, D] on a device: deterministic in the seed, reshuffled each epoch, read ahead.
 
-    The rows at the end of an epoch that do not fill a batch are left out of that epoch. With `share` = (i, n) only the
-    i-th of n equal parts of every batch is given: together, n such streams give what one without it gives.
+    The rows at the end of an epoch that do not fill a batch are left out of that epoch. On a mesh each data rank gets
+    its own of as many equal parts of every batch: together they get what one process gets. Of a block that is made of
+    shards each reads some, and they exchange the rows of every batch; `everyone` hears of a shard that one of them
+    cannot read.
     """
 
     def __init__(
@@ -39,16 +69,17 @@ class ActivationStream:
         batch_size: int,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        share: tuple[int, int] = (0, 1),
+        data: Axis = ONE,
+        everyone: Axis = ONE,
     ) -> None:
         require_whole("batch_size", batch_size, 1)
-        part, n_parts = share
-        must = f"be a multiple of the {n_parts} parts of a batch"
-        require(batch_size % n_parts == 0, "batch_size", batch_size, must)
+        must = f"be a multiple of the {data.size} parts of a batch"
+        require(batch_size % data.size == 0, "batch_size", batch_size, must)
         self.batch_size = batch_size
-        self._share = range(part * batch_size // n_parts, (part + 1) * batch_size // n_parts)
+        self._share = slice(data.rank * batch_size // data.size, (data.rank + 1) * batch_size // data.size)
         self.d_model = source.d_model
-        self._source, self._seed = source, seed
+        self._source, self._seed, self._data, self._everyone = source, seed, data, everyone
+        self._sharded = source if isinstance(source, ShardedSource) and data.size > 1 else None
         self.device = torch.device(device)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="activations")
         self.seek(Cursor())
@@ -62,8 +93,9 @@ class ActivationStream:
         """Go to where an earlier stream was."""
         self._cursor = cursor
         self._rows: Tensor | None = None
+        self._owners: _Owners | None = None
         self._order = torch.empty(0, dtype=torch.int64)
-        self._ahead: tuple[tuple[int, int], Future[Tensor | None]] | None = None
+        self._ahead: tuple[tuple[int, int], Future[_Read | None]] | None = None
         self._epoch_gave_a_batch = bool(cursor.block or cursor.row)
 
     def token_sample(self) -> TokenSample | None:
@@ -79,17 +111,21 @@ class ActivationStream:
 
     def __next__(self) -> Tensor:
         parts: list[Tensor] = []
+        ranks: list[Tensor] = []
         missing = self.batch_size
         while missing:
             if self._rows is None and not self._load():
                 self._next_epoch()
-                parts, missing = [], self.batch_size
+                parts, ranks, missing = [], [], self.batch_size
                 continue
             assert self._rows is not None
             at = self._cursor
             chosen = self._order[at.row : at.row + missing]
             given = self.batch_size - missing
             mine = chosen[max(0, self._share.start - given) : max(0, self._share.stop - given)]
+            if self._owners is not None:
+                ranks.append(self._owners.rank_N[chosen])
+                mine = self._owners.place_N[chosen[ranks[-1] == self._data.rank]]
             parts.append(self._rows[mine].to(self.device, torch.float32))
             missing -= len(chosen)
             if at.row + len(chosen) < len(self._order):
@@ -98,24 +134,49 @@ class ActivationStream:
                 self._cursor = Cursor(at.epoch, at.block + 1)
                 self._rows = None
         self._epoch_gave_a_batch = True
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._exchanged(rows, torch.cat(ranks)) if ranks else rows
+
+    def _exchanged(self, mine: Tensor, rank_B: Tensor) -> Tensor:
+        """Return this rank's part of a batch, given the rows of it that the rank has and which rank has each."""
+        part_BD = mine.new_empty(len(rank_B[self._share]), self.d_model)
+        for rank, theirs in enumerate(self._data.gather(mine)):
+            wanted_B = rank_B[self._share] == rank
+            first = int((rank_B[: self._share.start] == rank).sum())
+            part_BD[wanted_B.to(self.device)] = theirs[first : first + int(wanted_B.sum())]
+        return part_BD
 
     def _load(self) -> bool:
         """Make the cursor's block current, and begin to read the one after it; False at the end of the epoch."""
         epoch, block = self._cursor.epoch, self._cursor.block
-        if self._ahead is not None and self._ahead[0] == (epoch, block):
-            self._rows = self._ahead[1].result()
-        else:
-            self._rows = self._read(epoch, block).result()
-        self._ahead = None
-        if self._rows is None:
+        with settled(self._everyone):
+            ahead, self._ahead = self._ahead, None
+            read = (ahead[1] if ahead and ahead[0] == (epoch, block) else self._read(epoch, block)).result()
+        if read is None:
             return False
         self._ahead = (epoch, block + 1), self._read(epoch, block + 1)
-        self._order = torch.randperm(len(self._rows), generator=generator(self._seed, "mix", epoch, block))
+        self._rows, shards_S2 = read
+        n_rows = len(self._rows)
+        if self._sharded is not None:
+            self._owners = _Owners.of(self._data.gather(shards_S2), self._data.rank)
+            n_rows = len(self._owners.rank_N)
+        self._order = torch.randperm(n_rows, generator=generator(self._seed, "mix", epoch, block))
         return True
 
-    def _read(self, epoch: int, block: int) -> Future[Tensor | None]:
-        return self._background.submit(self._source.block, epoch, block, self._seed)
+    def _read(self, epoch: int, block: int) -> Future[_Read | None]:
+        return self._background.submit(self._read_now, epoch, block)
+
+    def _read_now(self, epoch: int, block: int) -> _Read | None:
+        """Return the rank's own shards of a block, or all of a block that is not shared."""
+        if self._sharded is None:
+            whole = self._source.block(epoch, block, self._seed)
+            return None if whole is None else _Read(whole, torch.tensor([[0, len(whole)]]))
+        shards = self._sharded.shards(epoch, block, self._seed, (self._data.rank, self._data.size))
+        if shards is None:
+            return None
+        rows = torch.cat(list(shards.values())) if shards else torch.zeros(0, self.d_model)
+        sizes = [(place, len(shard)) for place, shard in shards.items()]
+        return _Read(rows, torch.tensor(sizes, dtype=torch.int64).view(-1, 2))
 
     def _next_epoch(self) -> None:
         if not self._epoch_gave_a_batch:

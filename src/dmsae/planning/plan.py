@@ -7,13 +7,14 @@ from typing import NamedTuple
 from dmsae.activations.dtypes import torch_dtype
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.shards import row_bytes
+from dmsae.activations.sources import MIX_SHARDS
 from dmsae.activations.splits import Split
 from dmsae.config import require
 from dmsae.distillation.config import DistillConfig
 from dmsae.distillation.transfer import TransferConfig, k_noncore, unconstrained_ks
 from dmsae.planning.models import ModelFacts, model_bytes
 from dmsae.planning.probe import seconds_by_k
-from dmsae.sae.comms import step_bytes
+from dmsae.sae.comms import batch_bytes, step_bytes
 from dmsae.sae.config import SAEConfig
 from dmsae.training.config import TrainConfig
 from dmsae.training.memory import TrainingMemory, fitting_together, saved_bytes, training_memory, whole_bytes
@@ -67,7 +68,8 @@ def plan(
     require_fits(mesh, transfer.train.batch_size, {"transfer": transfer.width})
     if available is not None:  # on GPUs: their ranks share no memory
         mesh = replace(mesh, share_memory=False)
-    block = harvest.shard_tokens * facts.d_model * torch_dtype(harvest.dtype).itemsize
+    shards = -(-MIX_SHARDS // mesh.data)  # of a block, those that a rank reads
+    block = shards * harvest.shard_tokens * facts.d_model * torch_dtype(harvest.dtype).itemsize
     first = distill.sae(facts.d_model, 0)
     stages = [_harvest(harvest, facts, None if harvest_seconds is None else harvest_seconds / mesh.size)]
     stages += _cycles(distill, first, mesh, block, device)
@@ -122,7 +124,7 @@ def _training(
 ) -> Stage:
     steps = train.schedule().steps
     total = steps * sum(seconds_by_k(saes, train.batch_size // mesh.data, device)) / mesh.latents
-    wire = max(
+    wire = batch_bytes(train.batch_size, saes[0].d_model, mesh.data) + max(
         step_bytes(train.batch_size, sae.d_model, sae.width, len(sae.prefixes), mesh.data, mesh.latents) for sae in saes
     )
     disk = sum(map(saved_bytes, saes))

@@ -4,8 +4,11 @@ A rank (d, l) of a mesh of `n_d` × `n_l` sees the tokens d·B/n_d … (d + 1)·
 l, l + n_l, l + 2·n_l, …: their encoder and decoder rows, gradients and Adam state. Every n_l-th latent rather than a
 range of them, so that each rank has its share of the core and of every prefix. b_dec is on every rank.
 
+Of a store, ranks (d, ·) read the shards d, d + n_d, … of every epoch and no others; they exchange the rows of a batch.
+
 What one step exchanges (b = B/n_d tokens, K/n_l latents, float32; `over` is the axis along which ranks talk):
 
+    rows           over data     of the batch, gathered, when they come from a store or live:              4·B·D
     selection      over both     the k·B-th largest pre-activation of the union by a radix search: 37 kB of counts, and
                                  8 bytes for each entry that equals it, when not all of those survive
     parts          over latents  what the rank's latents add to each prefix's reconstruction, summed:      4·G·b·D
@@ -16,11 +19,11 @@ What one step exchanges (b = B/n_d tokens, K/n_l latents, float32; `over` is the
     b_dec          over both     its gradient, summed: 4·D
     scalars        over both     errors, norms, variances, thresholds, L0: below 1 kB
 
-These are the sizes of what is summed or gathered; `step_bytes` counts them. Ranks on the CPU of one machine sum the
-gradients in memory that they share (`training/shared_memory.py`) and send none of them; elsewhere a ring moves
-2·(n − 1)/n of each sum and (n − 1) of each gathered part over every rank's wire. Selection is exact: entries are those
-of one process, ties included, which go to the lower latent, then to the earlier token. Everything else is the same up
-to rounding.
+These are the sizes of what is summed or gathered; `batch_bytes` counts the rows, `step_bytes` everything else. Ranks on
+the CPU of one machine sum the gradients in memory that they share (`training/shared_memory.py`) and send none of them;
+elsewhere a ring moves 2·(n − 1)/n of each sum and (n − 1) of each gathered part over every rank's wire. Selection is
+exact: entries are those of one process, ties included, which go to the lower latent, then to the earlier token.
+Everything else is the same up to rounding.
 
 Not exact to the last entry: of *equal* positive activations at the cut of the auxiliary loss's top D/2, one process
 keeps those that `torch.topk` happens to keep, a mesh those of the lower rank.
@@ -49,6 +52,11 @@ class Comms(NamedTuple):
 
 ALONE = Comms(ONE, ONE, ONE)
 """One process."""
+
+
+def batch_bytes(n_tokens: int, d_model: int, n_data: int) -> int:
+    """Return how much one rank sends for a batch of which each data rank has read some rows, around a ring."""
+    return round(4 * n_tokens * d_model * (n_data - 1) / n_data)
 
 
 def step_bytes(n_tokens: int, d_model: int, width: int, n_prefixes: int, n_data: int, n_latents: int) -> int:

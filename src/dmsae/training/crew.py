@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from dmsae.activations.harvest import Harvest
 from dmsae.activations.sources import ActivationSource
@@ -24,6 +24,8 @@ from dmsae.training.learner import SAESpec
 from dmsae.training.mesh import MeshConfig, join, leave, require_same
 from dmsae.training.result import TrainResult
 from dmsae.training.trainer import train_together
+
+T = TypeVar("T")
 
 
 class Job(Protocol):
@@ -96,6 +98,15 @@ def run_on_mesh(config: MeshConfig, device: str, settings: Json, command: Callab
         return
     try:
         lead(comms, command) if comms.is_first else follow(comms)
+    finally:
+        leave()
+
+
+def run_on_all(config: MeshConfig, device: str, settings: Json, command: Callable[[Comms], T]) -> T:
+    """Run a command on every rank of the mesh that torchrun has started, or alone, and return what it gives."""
+    comms = join(config, device, settings)
+    try:
+        return command(comms)
     finally:
         leave()
 

@@ -45,7 +45,8 @@ class MeshConfig:
     """How training is spread over the processes that torchrun starts; data × latents is their number."""
 
     data: int = 1
-    """Parts into which every batch is split."""
+    """Parts into which every batch is split. Ranks with different parts read different shards of the store, which must
+    have at least as many."""
     latents: int = 1
     """Parts into which the latents of every SAE are split, with their gradients and Adam state."""
     timeout_seconds: float = 1800.0
@@ -203,8 +204,8 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def require_fits(config: MeshConfig, batch_size: int, widths: dict[str, int]) -> None:
-    """Raise unless a batch and every SAE, by name, can be split evenly over a mesh."""
+def require_fits(config: MeshConfig, batch_size: int, widths: dict[str, int], n_shards: int | None = None) -> None:
+    """Raise unless a batch and every SAE, by name, can be split evenly over a mesh, and each data rank has a shard."""
     must = f"be a multiple of mesh.data ({config.data})"
     require(batch_size % config.data == 0, "batch_size", batch_size, must, "Change one of them.")
     for name, width in widths.items():
@@ -212,6 +213,10 @@ def require_fits(config: MeshConfig, batch_size: int, widths: dict[str, int]) ->
             raise ConfigError(
                 f"{name}: width = {width}; it must be a multiple of mesh.latents ({config.latents}). Change one."
             )
+    if n_shards is not None:
+        must = f"be at most {n_shards}, the training shards of the store: each data rank reads shards of its own"
+        remedy = "Give the other processes to mesh.latents, start fewer, or harvest with a smaller shard_tokens."
+        require(config.data <= n_shards, "mesh.data", config.data, must, remedy)
 
 
 def shape_of(comms: Comms) -> MeshConfig:

@@ -111,8 +111,7 @@ class Pass:
         """Return a batch on the training scale and its variance; if it cannot be used, save all that came before."""
         cursor = self._stream.cursor
         try:
-            with settled(self._comms.both):
-                x_BD = next(self._stream).div_(self._scale)
+            x_BD = next(self._stream).div_(self._scale)
             return x_BD, usable_variance(x_BD, self._step + 1, self._comms.data)
         except LostRankError:
             raise

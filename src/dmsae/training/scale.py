@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dmsae.activations.stream import ActivationStream
 from dmsae.errors import TrainingError
-from dmsae.ranks import Axis, settled
+from dmsae.ranks import Axis
 from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.variance import variance
 
@@ -25,8 +25,7 @@ def first_look(stream: ActivationStream, n_batches: int, comms: Comms = ALONE) -
     """Return the scale √mean‖x‖² of the first batches, and the geometric median of the first on that scale."""
     total = 0.0
     for step in range(1, n_batches + 1):
-        with settled(comms.both):
-            x_BD = next(stream)
+        x_BD = next(stream)
         if step == 1:
             first_BD = x_BD
         squares = comms.data.sum_(x_BD.square().sum(1).sum(dtype=torch.float64))

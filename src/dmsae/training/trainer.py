@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dmsae.activations.arrays import Array
-from dmsae.activations.sources import ActivationSource, as_source
+from dmsae.activations.sources import ActivationSource, StoreSource, as_source
 from dmsae.activations.store import Store
 from dmsae.activations.stream import ActivationStream
 from dmsae.config import Json
@@ -82,11 +82,12 @@ def train_together(
     `made_from` is recorded in every SAE beside what the source says of itself. On a mesh all ranks call this together.
     """
     config = config or TrainConfig()
-    require_fits(shape_of(comms), config.batch_size, {spec.name: spec.sae.width for spec in specs})
-    share = comms.data.rank, comms.data.size
+    n_shards = source.n_shards if isinstance(source, StoreSource) else None
+    require_fits(shape_of(comms), config.batch_size, {spec.name: spec.sae.width for spec in specs}, n_shards)
     with ExitStack() as opened:
         with settled(comms.both):
-            stream = ActivationStream(source, config.batch_size, config.seed, training_device(config.device), share)
+            device = training_device(config.device)
+            stream = ActivationStream(source, config.batch_size, config.seed, device, comms.data, comms.both)
             opened.callback(stream.close)
             trainer = Trainer(specs, config, stream, directory, source.facts | (made_from or {}), progress, comms)
         return trainer.run()
