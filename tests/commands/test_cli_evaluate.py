@@ -56,10 +56,16 @@ def test_saes_are_measured_compared_and_matched(saes: list[str], capsys: pytest.
     assert json.loads(Path("both.json").read_text())["spreads"][0]["n"] == 2
 
     main(["evaluate", "stability", *saes, "--out", "stable"])
-    assert "non-core" in capsys.readouterr().out
+    shown = capsys.readouterr().out
     (pair,) = json.loads(Path("stable", layout.STABILITY).read_text())["pairs"]
     assert (pair["first"], pair["second"], pair["core"]) == (*saes, None)
-    assert pair["noncore"]["all"]["n"] == 64
+    group = pair["noncore"]
+    assert group["all"]["n"] == 64
+    mcc, nulls = group["mcc"], (group["null_decoder"], group["null_encoder"])
+    row = next(line for line in shown.splitlines() if "non-core" in line).split()[-9:]
+    assert row[:3] == [f"{value:.3f}" for value in (mcc["decoder_signed"], mcc["decoder_absolute"], nulls[0])]
+    assert row[4:7] == [f"{value:.3f}" for value in (mcc["encoder_signed"], mcc["encoder_absolute"], nulls[1])]
+    assert max(map(len, shown.splitlines())) <= 120
 
 
 def test_what_cannot_be_evaluated_is_refused(saes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +74,7 @@ def test_what_cannot_be_evaluated_is_refused(saes: list[str], capsys: pytest.Cap
     assert "given more than once" in refused(["evaluate", saes[0], saes[0]], capsys)
     assert "holds no SAE" in refused(["evaluate", "stores"], capsys)
     assert "at least two SAEs" in refused(["evaluate", "stability", saes[0]], capsys)
+    assert "No evaluations were given" in refused(["evaluate", "compare"], capsys)
     assert "holds no evaluation" in refused(["evaluate", "compare", saes[0]], capsys)
     assert "holds no core" in refused(["evaluate", "stability", "--cores", *saes], capsys)
     sae = SAE.load(saes[0])

@@ -36,6 +36,13 @@ def test_a_slow_first_step_does_not_spoil_the_time_left(clock: list[float], caps
     assert capsys.readouterr().err.splitlines() == ["train: 4 % of 52, 1 steps/s, 50 s left"]
 
 
+def test_before_anything_is_finished_there_is_no_rate(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with TERMINAL.bar("absorption", 2, "SAEs") as bar:
+        clock[0] += 30
+        bar.advance(0, "probes 3/26")
+    assert capsys.readouterr().err.splitlines() == ["absorption: 0 % of 2, probes 3/26"]
+
+
 def test_notes_and_warnings_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     TERMINAL.note("a [bracketed] fact")
     TERMINAL.warn("look at this")

@@ -1,18 +1,22 @@
 """Seeds, methods and L0 are told apart, and differences are those of pairs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from scipy.stats import ttest_rel
 
+from dmsae.config import Json, to_dict
 from dmsae.errors import ConfigError
+from dmsae.evaluation.comparable import NO_MATTER
 from dmsae.evaluation.comparison import Member, curves, differences, mean_interval, members_of, spreads
+from dmsae.evaluation.measures import MEASURES
 from dmsae.evaluation.scores import Evaluation
 
 
 def evaluation(figures: dict[str, tuple[float, float]], store: str = "abc") -> Evaluation:
-    """Return the evaluation of SAEs whose L0 and variance explained are given."""
-    facts = {"digest": "", "config": {}, "null_of": "", "null_kind": ""}
+    """Return the evaluation of SAEs whose L0 and variance explained are given; those with the same are the same."""
+    facts = {name: {"digest": str(one), "config": {}, "null_of": "", "null_kind": ""} for name, one in figures.items()}
     null = {"digest": "", "config": {}, "null_of": next(iter(figures)), "null_kind": "untrained"}
     results = {
         name: {"fve": fve, "l0": l0, "cosine": 0.5, "fve_prefixes": [0.5 * fve, fve]}
@@ -20,7 +24,13 @@ def evaluation(figures: dict[str, tuple[float, float]], store: str = "abc") -> E
     }
     results["null"] = {"fve": 0.1, "l0": 3.0, "cosine": 0.1, "fve_prefixes": [0.0, 0.1]}
     measures = {"fidelity": {"settings": {}, "seconds": 1.0, "results": results}}
-    return Evaluation(store, {}, dict.fromkeys(figures, facts) | {"null": null}, measures, {})
+    return Evaluation(store, {}, facts | {"null": null}, measures, {})
+
+
+def with_measure(made: Evaluation, measure: str, settings: Json, figures: Json) -> Evaluation:
+    """Return an evaluation of one SAE with one more measure."""
+    results = dict.fromkeys(made.subjects, figures)
+    return replace(made, measures=made.measures | {measure: {"settings": settings, "seconds": 1.0, "results": results}})
 
 
 def member(method: str, k: int, seed: int, l0: float, fve: float) -> Member:
@@ -58,6 +68,64 @@ def test_a_name_without_k_leaves_it_to_the_sae() -> None:
 def test_evaluations_on_different_text_are_not_compared() -> None:
     with pytest.raises(ConfigError, match="of 2 stores"):
         members_of({"a": evaluation({"x": (1, 1)}, "one"), "b": evaluation({"x": (1, 1)}, "other")})
+
+
+def test_there_must_be_evaluations() -> None:
+    with pytest.raises(ConfigError, match=r"No evaluations were given\. Give the --out directories"):
+        members_of({})
+
+
+def test_an_sae_in_several_evaluations_counts_once() -> None:
+    made = evaluation({"msae-k40": (40.0, 0.8)})
+    other = with_measure(evaluation({"msae-k40": (40.0, 0.8)}), "splice", {}, {"kl": 0.2})
+    (found,) = members_of({"a": made, "b-s1": other, "c": made})
+    assert (found.method, found.k, found.seed) == ("msae", 40, 1)
+    assert (found.scores["fidelity.fve"], found.scores["splice.kl"]) == (0.8, 0.2), "scores of both are there"
+    assert {spread.n for spread in spreads([found])} == {1}
+    with pytest.raises(ConfigError, match=r"msae-k40 in s1 and msae-k40 in s2 are the same SAE, .* seed 1 and seed 2"):
+        members_of({"s1": made, "s2": made})
+
+
+def test_the_same_sae_as_two_methods_is_one_of_each() -> None:
+    found = members_of({"a": evaluation({"msae-s1": (40.0, 0.8), "copy-s1": (40.0, 0.8)})})
+    assert [(one.method, one.seed) for one in found] == [("msae", 1), ("copy", 1)]
+
+
+@pytest.mark.parametrize("seed", ["", "-s3"])
+def test_two_saes_of_one_method_k_and_seed_are_refused(seed: str) -> None:
+    name = f"msae-k40{seed}"
+    evaluations = {place: evaluation({name: (40.0, fve)}) for place, fve in (("a", 0.8), ("b", 0.7))}
+    said = "seed 3" if seed else "no seed"
+    with pytest.raises(ConfigError, match=f"{name} in a and {name} in b are two SAEs, .* {said}. Evaluate them under"):
+        members_of(evaluations)
+
+
+def test_scores_of_other_settings_are_not_compared() -> None:
+    evaluations = {
+        place: with_measure(evaluation({f"msae-{place}": (40.0, fve)}), "splice", settings, {"kl": fve})
+        for place, fve, settings in (
+            ("s1", 0.8, {"tokens": 4096, "batch_contexts": 4}),
+            ("s2", 0.7, {"tokens": 4096, "batch_contexts": 8}),
+            ("s3", 0.6, {"tokens": 512, "batch_contexts": 4}),
+            ("s4", 0.5, {"tokens": 4096}),
+            ("s5", 0.4, {"tokens": 4096, "text": {"seed": 1}}),
+        )
+    }
+    first = {"s1": evaluations["s1"]}
+    assert len(members_of(first | {"s2": evaluations["s2"], "s4": evaluations["s4"]})) == 3
+    with pytest.raises(ConfigError, match=r"splice\.tokens is 4096 in s1 and 512 in s3"):
+        members_of(first | {"s3": evaluations["s3"]})
+    with pytest.raises(ConfigError, match=r"splice\.text\.seed is 'not a setting' in s1 and 1 in s5"):
+        members_of(first | {"s5": evaluations["s5"]})
+    assert len(members_of(evaluations, ["fidelity.fve"])) == 5, "what is not compared may differ"
+
+
+@pytest.mark.parametrize("name", sorted(NO_MATTER))
+def test_settings_that_do_not_matter_are_there(name: str) -> None:
+    measure, *fields = name.split(".")
+    value = to_dict(MEASURES[measure].config())
+    for field in fields:
+        value = value[field]
 
 
 def test_the_spread_is_over_seeds() -> None:

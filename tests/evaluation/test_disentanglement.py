@@ -1,6 +1,7 @@
 """Attributes that have latents of their own can be exchanged one by one; entangled ones cannot."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,10 +70,17 @@ def test_a_latent_for_each_combination_cannot_disentangle(cities: Cities) -> Non
 
 
 def test_exchanging_nothing_keeps_everything_and_causes_nothing(cities: Cities) -> None:
-    """Latents that never fire can be exchanged without effect: reconstructions are all alike."""
-    result = score_cities(sae_of(torch.eye(6), bias=-100.0), cities, CONFIG)
-    assert result.cause < 0.6
+    """A mask that never moves from where it begins exchanges no latent of a perfect reconstruction."""
+    result = score_cities(sae_of(torch.eye(6)), cities, replace(CONFIG, lr=1e-300))
+    assert (result.cause, result.isolation, result.score) == (0, 1, 0.5)
     assert all(attribute.n_latents == 0 for attribute in result.attributes)
+
+
+def test_latents_that_never_fire_are_not_exchanged(cities: Cities) -> None:
+    result = score_cities(sae_of(torch.eye(6), bias=-100.0), cities, CONFIG)
+    for attribute in result.attributes:
+        assert attribute.n_latents == 0
+        assert attribute.isolation == attribute.untouched < 0.6, "reconstructions are all alike"
 
 
 def test_an_attribute_that_no_probe_reads_is_an_error(cities: Cities) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from conftest import Recorder
 from dictionaries import random_sae
 from dmsae.activations.base_model import BaseModel, ModelConfig
 from dmsae.activations.harvest import harvest
+from dmsae.activations.importing import import_store
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.store import Store
 from dmsae.disk import layout
@@ -20,7 +22,7 @@ from dmsae.disk.artifact import write_sealed
 from dmsae.errors import BusyError, CheckpointError, ConfigError, StoreError
 from dmsae.evaluation.evaluate import EvaluateConfig, digest_of, evaluate, load_model
 from dmsae.evaluation.measures import MEASURES, Measure, Score
-from dmsae.evaluation.nulls import NullConfig, NullKind
+from dmsae.evaluation.nulls import NullConfig, NullKind, NullMaker
 from dmsae.evaluation.redundancy import RedundancyConfig
 from dmsae.evaluation.scores import Evaluation, as_json, look_up, part_of_the_way
 from dmsae.evaluation.subject import Subject
@@ -83,6 +85,40 @@ def test_every_score_stands_beside_its_nulls(asked: list[list[str]], store: Stor
     assert (size.score, size.null, size.ceiling) == (5.0, 3.0, 9.0), "the null to beat is the nearest to the ceiling"
     assert size.part == pytest.approx((5 - 3) / (9 - 3))
     assert (rows[2].null, rows[2].part) == (None, None), "without a ceiling there is no way to it"
+
+
+def test_a_null_that_is_the_sae_in_what_a_measure_reads_is_left_out(
+    asked: list[list[str]], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = frozenset({NullKind.RANDOM_ENCODER})
+    monkeypatch.setitem(MEASURES, "toy", MEASURES["toy"]._replace(same_nulls=same))
+    size = run(store, tmp_path / "out").rows()[0]
+    assert asked == [["a", "a / untrained", "a / permuted_decoder", "a / random_firing"]]
+    assert size.null == 1.0
+    assert size.part == pytest.approx((5 - 1) / (9 - 1))
+
+
+@pytest.mark.parametrize("kind", NullKind)
+def test_what_measures_leave_out_is_the_sae_in_what_they_read(kind: NullKind, store: Store) -> None:
+    sae = random_sae(CONFIG, 0, 0.2)
+    null, x = NullMaker(sae, store).make(kind), store.heldout()[:64]
+    rows = (one.W_dec[one.W_dec.sum(1).argsort()] for one in (sae, null))
+    assert torch.equal(null.encode(x), sae.encode(x)) == (kind in MEASURES["probing"].same_nulls)
+    assert torch.equal(*rows) == (kind in MEASURES["redundancy"].same_nulls)
+
+
+def test_the_null_of_a_figure_itself_is_one_to_beat(
+    asked: list[list[str]], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = (
+        Score("size", 9.0, null="best"),
+        Score("size", null="best", better="lower"),
+        Score("size", better="higher"),
+    )
+    monkeypatch.setitem(MEASURES, "toy", MEASURES["toy"]._replace(scores=scores))
+    near, low, high = run(store, tmp_path / "out").rows()
+    assert near.nulls["own"] == 9.0
+    assert (near.null, low.null, high.null) == (9.0, -4.0, 3.0)
 
 
 def test_what_is_kept_is_not_measured_again(asked: list[list[str]], store: Store, tmp_path: Path) -> None:
@@ -183,12 +219,13 @@ def test_unknown_measures_are_refused() -> None:
 
 def test_without_text_what_needs_a_model_is_left_out(store: Store, tmp_path: Path) -> None:
     """The real measures, on activations that came without their text."""
-    names = ("fidelity", "activity", "splice", "redundancy")
+    names = ("fidelity", "activity", "splice", "redundancy", "lexical_predictability")
     quick = {"redundancy": RedundancyConfig(meta_steps=20)}
-    bare = Store(store.path, store.request, store.d_model, [r for r in store.records if "tokens" not in r.file])
+    bare = import_store("bare", store.heldout(), heldout=store.heldout(), root=tmp_path, dtype="float32")
     evaluation = run(bare, tmp_path / "out", measures=names, nulls=(NullKind.UNTRAINED,), settings=quick)
     assert list(evaluation.measures) == ["fidelity", "activity", "redundancy"]
-    assert "without their text" in evaluation.not_run["splice"]
+    for name in ("splice", "lexical_predictability"):
+        assert "without their text" in evaluation.not_run[name]
     parts = {row.figure: row.part for row in evaluation.rows() if row.measure == "fidelity"}
     assert set(parts) == {"fve", "fve_prefixes.0", "cosine", "l0"}
     l0 = evaluation.measures["fidelity"]["results"]

@@ -1,6 +1,7 @@
 """Losses of trained SAEs are measured once, kept beside them, and never taken for those of another."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from dictionaries import random_sae
 from dmsae.activations.harvest import harvest
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.store import Store
+from dmsae.disk.artifact import bound, read_sealed, write_sealed
 from dmsae.distillation.prices import next_token_losses
 from dmsae.errors import CheckpointError
 from dmsae.evaluation import kept_loss
@@ -46,6 +48,24 @@ def test_the_loss_is_that_of_the_spliced_model_and_is_kept(
     assert first[saes[0]].ce != first[saes[1]].ce
     monkeypatch.setattr(kept_loss, "load_model", None)
     assert kept_losses(saes, store, "cpu") == first, "it was measured again"
+
+
+def test_a_loss_of_other_settings_or_an_earlier_version_is_measured_again(
+    store: Store, saes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = kept_losses(saes, store, "cpu")
+    file = saes[0] / "loss.json"
+    kept = read_sealed(file)
+    with monkeypatch.context() as changed:
+        changed.setattr(kept_loss, "SpliceConfig", partial(SpliceConfig, tokens=16))
+        assert kept_losses(saes, store, "cpu")[saes[0]].n_tokens < first[saes[0]].n_tokens
+    figures = {"figures": kept["figures"] | {"ce": -1.0}}
+    earlier = [kept | {"version": kept["version"] - 1}, {"store": store.key}]
+    for facts in earlier:
+        write_sealed(file, facts | figures, bound(file.parent, file.parent / "sae.json"))
+        assert kept_losses(saes, store, "cpu") == first
+    write_sealed(file, kept | figures, bound(file.parent, file.parent / "sae.json"))
+    assert kept_losses(saes, store, "cpu")[saes[0]].ce == -1, "what is as it should be is kept"
 
 
 def test_a_loss_of_another_sae_is_refused(store: Store, saes: list[Path]) -> None:

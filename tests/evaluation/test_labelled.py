@@ -84,6 +84,16 @@ def test_last_token_activations_are_those_of_each_text_alone(model: BaseModel) -
         torch.testing.assert_close(row, alone)
 
 
+def test_prompts_begin_as_they_are_asked_to(model: BaseModel, tmp_path: Path) -> None:
+    bos, texts = model.tokenizer.bos_token_id, ["w1 w2", "w3 w4"]
+    for wanted in (None, True, False):
+        x = last_token_activations(model.reading(wanted), texts, max_tokens=8, cache=tmp_path)
+        ids = model.tokenizer(texts[0], add_special_tokens=False).input_ids
+        alone = model.activations(torch.tensor([[bos, *ids] if wanted else ids]))[0, -1]
+        torch.testing.assert_close(x[0], alone)
+    assert model.prepend_bos is None
+
+
 def test_long_texts_keep_their_last_tokens(model: BaseModel) -> None:
     cut, whole = (last_token_activations(model, [text], max_tokens=3) for text in ("w1 w2 w3 w4 w5", "w3 w4 w5"))
     assert torch.equal(cut, whole)

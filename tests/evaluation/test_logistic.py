@@ -67,6 +67,19 @@ def test_many_problems_at_once_are_the_same_as_one_by_one() -> None:
         torch.testing.assert_close(together.logits(x)[i], alone.logits(x[i]), rtol=1e-4, atol=1e-5)
 
 
+def test_several_large_problems_are_solved_on_several_threads() -> None:
+    x = torch.randn(400, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = (x[:, 0] > 0).double()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        fitted = fit(x, y, torch.tensor([0.01, 0.1, 1.0]))
+    finally:
+        torch.set_num_threads(before)
+    for c, w, b in zip((0.01, 0.1, 1.0), *fitted, strict=True):
+        assert gradient(x, y, w, b, c, torch.ones(400)).abs().max() < 1e-6
+
+
 def test_auc_counts_ties_as_half() -> None:
     """Of the four pairs of a positive and a negative, two are in order, one is tied, one is out of order."""
     assert auc(torch.tensor([3.0, 1.0, 2.0, 1.0]), torch.tensor([1, 1, 0, 0])) == (2 + 0.5) / 4

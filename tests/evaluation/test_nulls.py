@@ -1,6 +1,7 @@
 """Nulls: they fire as often as the SAE, know nothing, and are the same whenever they are made."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -53,6 +54,7 @@ def sae_with(core: DenseCore | SparseCore | DetectorCore | None, center_input: b
     sae = SAE.init(config, made, rows, detectors).requires_grad_(False)
     sae.b_dec.fill_(2.0)
     sae.set_threshold_(5.0)
+    sae.b_enc[config.prefixes[0] :] -= 2.0  # as in a Matryoshka SAE, the first prefix fires more often
     return sae
 
 
@@ -73,6 +75,9 @@ def test_a_null_fires_as_often_in_the_core_and_outside(
     assert null.l0_core == pytest.approx(ours.l0_core, rel=slack)
     assert len(null.fve_prefixes) == 3
     made = NullMaker(sae, store).make(kind)
+    for low, high in pairwise((sae.config.n_core, *sae.config.prefixes)):
+        theirs, mine = ((one.encode(store.heldout())[:, low:high] > 0).sum() for one in (made, sae))
+        assert theirs == pytest.approx(int(mine), rel=slack)
     assert torch.allclose(made.W_dec.norm(dim=1), torch.ones(64), atol=1e-5)
     again = NullMaker(sae, store).make(kind)
     x = store.heldout()[:100]

@@ -133,7 +133,7 @@ def test_firing_is_that_of_the_partners(store: Store) -> None:
     group = compare(sae, rarer, store).noncore
     jaccard = ((on & rare).sum(0) / (on | rare).sum(0)).double()
     assert group.all.jaccard == pytest.approx(float(jaccard[~jaccard.isnan()].mean()))
-    rates = on.double().mean(0)
+    rates = (on.double().mean(0) + rare.double().mean(0)) / 2
     for one in group.bins:
         inside = (rates > one.low) & (rates <= one.high)
         assert one.means.n == int(inside.sum()) > 0
@@ -141,6 +141,25 @@ def test_firing_is_that_of_the_partners(store: Store) -> None:
     means = [one.means.jaccard for one in group.bins if one.means.jaccard is not None]
     assert group.over_bins.jaccard == pytest.approx(sum(means) / len(means))
     assert group.over_bins.n == len(group.bins)
+
+
+@pytest.mark.parametrize(("width", "other_width", "n_core"), [(WIDTH, WIDTH, N_CORE), (WIDTH, 40, 0)])
+def test_which_sae_is_the_first_does_not_matter(store: Store, width: int, other_width: int, n_core: int) -> None:
+    core = DenseCore(n_core, 4) if n_core else None
+    first = random_sae(SAEConfig(D_MODEL, width, 4, (20, width), core), 0, threshold=1.0)
+    second = random_sae(SAEConfig(D_MODEL, other_width, 4, (20, other_width), core), 1, threshold=2.0)
+    one, other = compare(first, second, store), compare(second, first, store)
+    groups = [(one.core, other.core), (one.noncore, other.noncore)]
+    for mine, theirs in groups if n_core else groups[1:]:
+        assert mine is not None
+        assert theirs is not None
+        assert tuple(mine.mcc) == pytest.approx(tuple(theirs.mcc))
+        assert tuple(mine.all) == pytest.approx(tuple(theirs.all))
+        assert tuple(mine.over_bins) == pytest.approx(tuple(theirs.over_bins))
+        assert mine.n_silent == theirs.n_silent
+        for here, there in zip(mine.bins, theirs.bins, strict=True):
+            assert (here.low, here.high) == (there.low, there.high)
+            assert tuple(here.means) == pytest.approx(tuple(there.means))
 
 
 def test_bins_that_one_group_lacks_are_left_out_of_the_mean(store: Store) -> None:

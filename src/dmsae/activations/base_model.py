@@ -8,6 +8,7 @@ for the caller to say.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -194,8 +195,15 @@ class BaseModel:
         self.identity = identity
         self.keep_mask = KeepMask.of(tokenizer)
         self.device = next(model.parameters()).device
+        self.prepend_bos: bool | None = None
         self._hooked = model.get_submodule(identity.hook)
         self._head = Head(model)
+
+    def reading(self, prepend_bos: bool | None) -> "BaseModel":
+        """Return the same model for prompts that begin with BOS or do not; None: as its tokenizer has it."""
+        other = copy(self)
+        other.prepend_bos = prepend_bos
+        return other
 
     @classmethod
     def load(

@@ -16,11 +16,17 @@ from dmsae.commands.evaluate_synth import evaluate_synth
 from dmsae.commands.found import find_saes, store_of
 from dmsae.commands.output import number, out, plain_table
 from dmsae.commands.terminal import TERMINAL
+from dmsae.config import to_dict
 from dmsae.disk import layout
 from dmsae.evaluation.evaluate import EvaluateConfig, evaluate, load_model
 from dmsae.evaluation.measures import MEASURES
 from dmsae.evaluation.nulls import NullConfig, NullKind
 from dmsae.evaluation.scores import Evaluation
+from dmsae.progress import SILENT
+from dmsae.ranks import settled
+from dmsae.sae.comms import Comms
+from dmsae.training.crew import run_on_all
+from dmsae.training.mesh import MeshConfig, started
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class EvaluateCommand:
     Every SAE is measured together with dictionaries of its own shape that fire as often and know nothing. The table
     shows the score, the strongest null, and the part of the way from null to ceiling. evaluation.json holds all that
     the command asked for. Finished results are kept: Ctrl-C loses little, the same command resumes, and to ask for more
-    SAEs or measures costs only these.
+    SAEs or measures costs only these. Processes that torchrun starts share SAEs and nulls among them.
     """
 
     saes: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -50,6 +56,8 @@ class EvaluateCommand:
     root: Path | None = None
     """Directory of stores. Default: the one that the first SAE's run used."""
     null: NullConfig = field(default_factory=NullConfig)
+    timeout_seconds: float = 86_400.0
+    """Of several processes that torchrun has started, one whose share of a measure takes longer is given up."""
 
 
 def command(_recipe: str) -> EvaluateCommand:
@@ -67,15 +75,24 @@ def command(_recipe: str) -> EvaluateCommand:
 
 def run(command: EvaluateCommand) -> None:
     """Evaluate SAEs and print their scores."""
-    settings = {name: getattr(command, name) for name in MEASURES}
-    config = EvaluateConfig(command.measures, command.nulls, command.null, settings)
-    found = find_saes(command.saes)
-    store = store_of(found, command.store, command.root)
-    model = partial(load_model, store, command.model, command.device, TERMINAL)
+    mesh = MeshConfig(data=started(), timeout_seconds=command.timeout_seconds)
+    run_on_all(mesh, command.device, to_dict(command), partial(_run, command))
+
+
+def _run(command: EvaluateCommand, comms: Comms) -> None:
+    """Evaluate with all ranks; the first one prints."""
+    everyone, progress = comms.both, TERMINAL if comms.is_first else SILENT
+    with settled(everyone):
+        settings = {name: getattr(command, name) for name in MEASURES}
+        config = EvaluateConfig(command.measures, command.nulls, command.null, settings)
+        found = find_saes(command.saes)
+        store = store_of(found, command.store, command.root)
+    model = partial(load_model, store, command.model, command.device, progress)
     saes = {name: one.sae for name, one in found.items()}
-    evaluation = evaluate(saes, store, command.out, config, model, TERMINAL)
-    print_scores(evaluation)
-    out.print(f"Everything is in {command.out / layout.EVALUATION}.")
+    evaluation = evaluate(saes, store, command.out, config, model, progress, everyone)
+    if comms.is_first:
+        print_scores(evaluation)
+        out.print(f"Everything is in {command.out / layout.EVALUATION}.")
 
 
 def _first_line(function: Any) -> str:
@@ -93,7 +110,7 @@ def print_scores(evaluation: Evaluation) -> None:
         table.add_row(row.measure, row.figure, row.sae, *map(number, figures))
     out.print(table)
     if kinds:
-        out.print("null: the one to beat, nearest to the ceiling. part: of the way from it to the ceiling.")
+        out.print("null: the one to beat, the best of them. part: of the way from it to the ceiling.")
     for name, reason in evaluation.not_run.items():
         out.print(f"{name} has not run. {reason}")
 

@@ -24,10 +24,12 @@ def evaluate_compare(
 
     An SAE's seed and k are read from its name, or that of its evaluation's directory: msae-k40-s1 is seed 1 of the
     method msae at k = 40. Differences from the baseline are taken seed by seed, once at the same k and once at the same
-    measured L0, interpolated between the baseline's SAEs and never beyond them.
+    measured L0, interpolated between the baseline's SAEs and never beyond them. An SAE that several evaluations hold
+    counts once; two SAEs must not have one method, k and seed.
 
     Args:
-        places: Directories of evaluations, as `dmsae evaluate --out` makes them, all on one store.
+        places: Directories of evaluations, as `dmsae evaluate --out` makes them, all on one store and with the same
+            settings of each measure compared.
         baseline: The method that the others are compared with. Empty: the first.
         scores: Only these, such as fidelity.fve. Empty: all.
         l0: Show every method at these L0s too.

@@ -1,7 +1,7 @@
 """`dmsae evaluate stability`: what SAEs, or cores, that were trained apart have in common."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,10 +28,10 @@ def evaluate_stability(
 ) -> None:
     """Compare latents of SAEs that were trained apart, such as seeds: matched one to one, beside random directions.
 
-    Core and other latents are compared separately. PW-MCC is the mean cosine of matched rows; shared are latents with
-    one partner by encoder and by decoder; Jaccard and correlation say whether partners fire on the same held-out
-    tokens. Frequent latents are shared more, so figures are also given as means over bins of firing rate. Everything,
-    each bin too, is in stability.json.
+    Core and other latents are compared separately. PW-MCC is the mean cosine of matched rows, signed or by size; shared
+    are latents with one partner by encoder and by decoder; Jaccard and correlation say whether partners fire on the
+    same held-out tokens. Frequent latents are shared more, so figures are also given as means over bins of firing rate,
+    that of both partners. Everything, each bin too, is in stability.json.
 
     Args:
         places: Directories of two or more SAEs of one model and hook; with --cores of distillations or cores.
@@ -78,40 +78,66 @@ def _compare_cores(places: Sequence[Path], config: "StabilityConfig") -> "Sequen
     return pairs
 
 
-_FIGURES = (
-    "decoder", "encoder", "null", "part", "shared", "Jaccard", "by chance", "correlation", "bins: decoder", "shared",
-    "Jaccard",
-)  # fmt: skip
+_MCC = ("decoder", "|decoder|", "null", "part", "encoder", "|encoder|", "null", "part", "|random|")
+_FIRING = ("shared", "Jaccard", "by chance", "correlation", "bins: decoder", "bins: shared", "bins: Jaccard")
 
 
 def _print_saes(pairs: "Sequence[PairStability]") -> None:
-    """Print a line for each group of latents of each pair, and their means over pairs."""
-    table = plain_table("first", "second", "latents", "matched", *_FIGURES)
-    for name in ("core", "noncore"):
-        groups = [(pair, group) for pair in pairs if (group := getattr(pair, name)) is not None]
-        for pair, group in groups:
-            shown = "core, the same rows" if name == "core" and pair.same_core else name.replace("non", "non-")
-            table.add_row(pair.first, pair.second, shown, str(group.all.n), *map(number, _figures(group)))
-        if len(groups) > 1:
-            columns = zip(*(_figures(group) for _, group in groups), strict=True)
-            table.add_row("mean", "", name.replace("non", "non-"), "", *(number(_mean(column)) for column in columns))
-    printed.print(table)
-    printed.print("decoder, encoder: PW-MCC, signed. null: by decoder, of random directions with the rows' covariance.")
-    printed.print("part: of the way from null to 1, by decoder. bins: means over bins of firing rate.")
+    """Print the SAEs by number, and two tables of a line for each group of latents of each pair."""
+    names = list(dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second)))
+    for i, name in enumerate(names, 1):
+        printed.print(f"{i}  {name}")
+    printed.print("\nPW-MCC, the mean cosine of matched rows:", style="bold")
+    _print_groups(pairs, names, _MCC, _mcc)
+    printed.print("decoder, encoder: signed; |decoder|, |encoder|: absolute, with the best match by size.")
+    printed.print(
+        "null: signed, of random directions with the covariance of these rows. part: of the way from it to 1."
+    )
+    printed.print("|random|: absolute, of directions drawn evenly.")
+    printed.print("\nShared latents, and firing of partners:", style="bold")
+    _print_groups(pairs, names, _FIRING, _firing)
+    printed.print("bins: means over bins of firing rate; decoder is signed PW-MCC.")
     if len(pairs) > 1:
         printed.print("Pairs share SAEs and depend on each other: their mean has no interval.")
 
 
-def _figures(group: "GroupStability") -> tuple[float | None, ...]:
+def _print_groups(
+    pairs: "Sequence[PairStability]",
+    names: Sequence[str],
+    columns: Sequence[str],
+    figures: "Callable[[GroupStability], tuple[float | None, ...]]",
+) -> None:
+    """Print figures of the core and of the other latents of each pair, and their means over pairs."""
+    table = plain_table("pair", "latents", "matched", *columns)
+    for name in ("core", "noncore"):
+        groups = [(pair, group) for pair in pairs if (group := getattr(pair, name)) is not None]
+        for pair, group in groups:
+            numbers = f"{names.index(pair.first) + 1}, {names.index(pair.second) + 1}"
+            shown = "core, the same rows" if name == "core" and pair.same_core else name.replace("non", "non-")
+            table.add_row(numbers, shown, str(group.all.n), *map(number, figures(group)))
+        if len(groups) > 1:
+            means = map(_mean, zip(*(figures(group) for _, group in groups), strict=True))
+            table.add_row("mean", name.replace("non", "non-"), "", *map(number, means))
+    printed.print(table)
+
+
+def _mcc(group: "GroupStability") -> tuple[float | None, ...]:
     from dmsae.evaluation.scores import part_of_the_way
 
-    null, means, bins = group.null_decoder, group.all, group.over_bins
-    part = part_of_the_way(group.mcc.decoder_signed, null, 1.0)
-    firing = (means.jaccard, means.jaccard_chance, means.correlation)
+    mcc, decoder_null, encoder_null = group.mcc, group.null_decoder, group.null_encoder
+    decoder_part = part_of_the_way(mcc.decoder_signed, decoder_null, 1.0)
+    encoder_part = part_of_the_way(mcc.encoder_signed, encoder_null, 1.0)
     return (
-        group.mcc.decoder_signed, group.mcc.encoder_signed, null, part, means.shared, *firing,
-        bins.decoder, bins.shared, bins.jaccard,
+        mcc.decoder_signed, mcc.decoder_absolute, decoder_null, decoder_part,
+        mcc.encoder_signed, mcc.encoder_absolute, encoder_null, encoder_part,
+        group.null_isotropic.absolute,
     )  # fmt: skip
+
+
+def _firing(group: "GroupStability") -> tuple[float | None, ...]:
+    means, bins = group.all, group.over_bins
+    firing = (means.shared, means.jaccard, means.jaccard_chance, means.correlation)
+    return (*firing, bins.decoder, bins.shared, bins.jaccard)
 
 
 def _print_cores(pairs: "Sequence[CorePairStability]") -> None:

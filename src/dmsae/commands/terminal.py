@@ -45,16 +45,15 @@ class _Bar:
         rate = counted / elapsed if elapsed > 0 else 0.0
         if not self._is_warm:  # the first piece also pays for starting up: from now on it does not count
             self._since, self._uncounted, self._is_warm = now, self._done, True
-        shown = f"{_short(rate)} {self._unit}/s {self._note}".rstrip()
+        shown = f"{_short(rate)} {self._unit}/s {self._note}".rstrip() if rate else self._note
         if self._live is not None and self._task is not None:
             self._live.update(self._task, completed=self._done, rate=shown)
         elif time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            left = (self._total - self._done) / rate if rate else 0.0
             percent = 100 * self._done / max(self._total, 1)
-            console.print(
-                f"{self._what}: {percent:.0f} % of {_short(self._total)}, {shown}, {human_seconds(left)} left"
-            )
+            left = f"{human_seconds((self._total - self._done) / rate)} left" if rate else ""
+            parts = (f"{percent:.0f} % of {_short(self._total)}", shown, left)
+            console.print(f"{self._what}: {', '.join(part for part in parts if part)}")
 
 
 class _Terminal:

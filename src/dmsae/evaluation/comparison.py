@@ -4,7 +4,7 @@ An SAE's seed is the number after `seed` or `s` in its name, or in that of its e
 the same way; where neither has it, it is the SAE's own. What is left of the name is the method: `msae-k40-s1` is seed 1
 of the method `msae` at k = 40. Differences are taken seed by seed, so what seeds have in common cancels, and with the
 baseline either at the same k or at the same *measured* L0, on the line through the baseline's neighbouring points.
-Nothing is extrapolated.
+Nothing is extrapolated. An SAE that several evaluations hold counts once.
 """
 
 import math
@@ -12,9 +12,10 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from dmsae.errors import ConfigError, nearest
+from dmsae.evaluation.comparable import require_one_store, require_same_settings
 from dmsae.evaluation.price import interpolated
 from dmsae.evaluation.scores import Evaluation, look_up
 
@@ -85,24 +86,60 @@ def members_of(evaluations: Mapping[str, Evaluation], scores: Sequence[str] = ()
 
     With `scores` given, only these are kept.
     """
-    if len(stores := sorted({one.store for one in evaluations.values()})) != 1:
-        raise ConfigError(
-            f"The evaluations are of {len(stores)} stores ({', '.join(stores)}): their scores cannot be compared. "
-            "Evaluate all SAEs on one, with --store."
-        )
-    members = [_member(place, sae, one) for place, one in evaluations.items() for sae in one.saes()]
-    known = _scores(members)
+    require_one_store(evaluations)
+    found = [_found(place, sae, one) for place, one in evaluations.items() for sae in one.saes()]
+    known = _scores([one.member for one in found])
     for score in scores:
         if score not in known:
             raise ConfigError(f"No evaluation holds the score {score!r}. {nearest(score, known)}")
     kept = scores or known
+    require_same_settings(evaluations, list(dict.fromkeys(score.split(".")[0] for score in kept)))
     return [
         member._replace(scores={score: member.scores[score] for score in kept if score in member.scores})
-        for member in members
+        for member in _distinct(found)
     ]
 
 
-def _member(directory: str, sae: str, evaluation: Evaluation) -> Member:
+class _Found(NamedTuple):
+    """An SAE in an evaluation."""
+
+    where: str
+    digest: str
+    """Of its weights and config."""
+    member: Member
+
+    def beside(self, other: Self) -> Self:
+        """Return the same SAE with what another evaluation of it holds too."""
+        mine, theirs = self.member, other.member
+        if mine.seed is not None and theirs.seed not in (None, mine.seed):
+            raise ConfigError(
+                f"{self.where} and {other.where} are the same SAE, but their names say seed {mine.seed} and seed "
+                f"{theirs.seed}. Evaluate both seeds, or give one of them."
+            )
+        seed = theirs.seed if mine.seed is None else mine.seed
+        l0 = theirs.l0 if mine.l0 is None else mine.l0
+        return self._replace(member=mine._replace(seed=seed, l0=l0, scores=theirs.scores | mine.scores))
+
+
+def _distinct(found: Sequence[_Found]) -> list[Member]:
+    """Return each SAE once; two that differ must not have one method, k and seed."""
+    saes: dict[tuple[str, int | None, str], _Found] = {}
+    for one in found:
+        key = (one.member.method, one.member.k, one.digest)
+        saes[key] = saes[key].beside(one) if key in saes else one
+    named: dict[tuple[str, int | None, int | None], _Found] = {}
+    for one in saes.values():
+        method, k, seed = one.member[:3]
+        if (other := named.setdefault((method, k, seed), one)) is not one:
+            raise ConfigError(
+                f"{other.where} and {one.where} are two SAEs, but by their names both are {method} with k = {k} and "
+                f"{'no seed' if seed is None else f'seed {seed}'}. Evaluate them under names, or in directories, that "
+                "say their seeds, such as msae-k40-s1; or give one of them."
+            )
+    return [one.member for one in named.values()]
+
+
+def _found(directory: str, sae: str, evaluation: Evaluation) -> _Found:
     rows = [row for row in evaluation.rows() if row.sae == sae and row.score is not None]
     l0s = (
         look_up(evaluation.measures[measure]["results"][sae], figure)
@@ -110,13 +147,14 @@ def _member(directory: str, sae: str, evaluation: Evaluation) -> Member:
         if measure in evaluation.measures
     )
     method = re.sub(r"([-_/. ])[-_/. ]+", r"\1", _K.sub("", _SEED.sub("", sae))).strip("-_/. ")
-    return Member(
+    member = Member(
         method or sae,
         _number(_K, sae, directory) or evaluation.subjects[sae]["config"].get("k"),
         _number(_SEED, sae, directory),
         next((l0 for l0 in l0s if l0 is not None), None),
         {f"{row.measure}.{row.figure}": row.score for row in rows if row.score is not None},
     )
+    return _Found(f"{sae} in {directory}", evaluation.subjects[sae]["digest"], member)
 
 
 def _number(pattern: re.Pattern[str], *names: str) -> int | None:

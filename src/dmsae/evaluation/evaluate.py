@@ -10,6 +10,7 @@ on any SAE is kept in the cache directory and shared by all evaluations.
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,17 +19,19 @@ from typing import Any
 import torch
 
 from dmsae.activations.base_model import BaseModel, ModelConfig
+from dmsae.activations.request import HarvestRequest
 from dmsae.activations.store import Store
 from dmsae.config import Json, from_dict, require, to_dict
 from dmsae.disk import layout
 from dmsae.disk.artifact import read_sealed, write_sealed
 from dmsae.disk.files import canonical_hash, exclusive_lock
-from dmsae.errors import CheckpointError, ConfigError, DmsaeError, nearest
+from dmsae.errors import CheckpointError, ConfigError, DmsaeError, LostRankError, nearest
 from dmsae.evaluation.measures import MEASURES, Measure
 from dmsae.evaluation.nulls import NullConfig, NullKind, NullMaker
 from dmsae.evaluation.scores import Evaluation, as_json
 from dmsae.evaluation.subject import Subject, require_heldout
 from dmsae.progress import SILENT, Progress
+from dmsae.ranks import ONE, Axis, settled
 from dmsae.sae.sae import SAE
 
 _AT_ONCE = 16
@@ -65,25 +68,33 @@ def evaluate(
     config: EvaluateConfig | None = None,
     model: BaseModel | Callable[[], BaseModel] | None = None,
     progress: Progress = SILENT,
+    everyone: Axis = ONE,
 ) -> Evaluation:
     """Measure SAEs, by name, and their nulls on a store's held-out text, and return what was found.
 
     `model`, or what loads it, is the base model; by default it is looked for where the store says. It is loaded when a
     measure needs it. A measure that cannot run, because the store holds no text for example, is left out with the
-    reason; the others run.
+    reason; the others run. On a mesh all ranks call this together: each measures some of the SAEs and nulls, and the
+    first writes down what all of them found.
     """
-    config = config or EvaluateConfig()
-    require(bool(saes), "saes", list(saes), "name at least one SAE")
-    require_heldout(store, [Subject(name, sae) for name, sae in saes.items()])
-    bench = _Bench(store, saes, out / layout.RESULTS, model, progress)
-    candidates = [one for name, sae in saes.items() for one in _candidates(name, sae, store, config)]
+    config, is_first = config or EvaluateConfig(), everyone.rank == 0
+    progress = progress if is_first else SILENT
     measured: dict[str, Json] = {}
     not_run: dict[str, str] = {}
-    with exclusive_lock(out / layout.LOCK, f"The evaluation in {out}"):
+    with ExitStack() as held:
+        with settled(everyone):
+            require(bool(saes), "saes", list(saes), "name at least one SAE")
+            require_heldout(store, [Subject(name, sae) for name, sae in saes.items()])
+            bench = _Bench(store, saes, out / layout.RESULTS, model, progress, everyone)
+            candidates = [one for name, sae in saes.items() for one in _candidates(name, sae, store, config)]
+            if is_first:
+                held.enter_context(exclusive_lock(out / layout.LOCK, f"The evaluation in {out}"))
         for i, name in enumerate(config.measures):
             progress.note(f"{name} ({i + 1} of {len(config.measures)}): {MEASURES[name].about}")
             try:
                 measured[name] = bench.measure(name, config.of(name), candidates)
+            except LostRankError:
+                raise
             except DmsaeError as error:
                 not_run[name] = str(error)
                 progress.warn(f"{name} has not run. {error}")
@@ -91,7 +102,9 @@ def evaluate(
             raise ConfigError("None of the measures could run: " + " ".join(not_run.values()))
         subjects = {one.name: one.facts for one in candidates}
         evaluation = Evaluation(store.key, to_dict(store.model), subjects, measured, not_run)
-        evaluation.save(out)
+        with settled(everyone):
+            if is_first:
+                evaluation.save(out)
     return evaluation
 
 
@@ -99,13 +112,13 @@ class _Candidate:
     """A subject that is made only if something about it is still to be measured."""
 
     def __init__(self, name: str, sae: SAE, sae_digest: str, kind: NullKind | None, nulls: NullMaker) -> None:
-        self.name, self._sae, self._kind, self._nulls = name, sae, kind, nulls
+        self.name, self.kind, self._sae, self._nulls = name, kind, sae, nulls
         digest = canonical_hash([sae_digest, kind, nulls.facts]) if kind else sae_digest
         self.facts: Json = {"digest": digest, "config": to_dict(sae.config), "null_of": "", "null_kind": ""}
 
     @cached_property
     def subject(self) -> Subject:
-        dictionary = self._nulls.make(self._kind) if self._kind else self._sae
+        dictionary = self._nulls.make(self.kind) if self.kind else self._sae
         return Subject(self.name, dictionary, self.facts["null_of"], self.facts["null_kind"])
 
 
@@ -120,7 +133,7 @@ def _candidates(name: str, sae: SAE, store: Store, config: EvaluateConfig) -> It
 
 
 class _Bench:
-    """Runs measures on candidates and keeps their results."""
+    """Runs measures on candidates and keeps their results; on a mesh, a rank's own bench for its share of them."""
 
     def __init__(
         self,
@@ -129,41 +142,60 @@ class _Bench:
         directory: Path,
         model: BaseModel | Callable[[], BaseModel] | None,
         progress: Progress,
+        everyone: Axis,
     ) -> None:
         self.store, self._saes, self._directory, self._progress = store, saes, directory, progress
+        self._everyone = everyone
         self._load = model or partial(load_model, store, progress=progress)
         self.cache = layout.evaluation_cache()
 
     @cached_property
     def model(self) -> BaseModel:
-        """The model that the store's activations come from, loaded once."""
+        """The model that the store's activations come from, loaded once, for prompts that begin as the store's text."""
         self.store.require_text()
         model = self._load if isinstance(self._load, BaseModel) else self._load()
         self.store.model.require_same(model.identity, f"the store {self.store.key}", "the model given")
         for sae in self._saes.values():
             if sae.sample is not None:
                 sae.sample.require_model(model, model.identity.hook)
-        return model
+        request = self.store.request
+        return model.reading(request.tokens.prepend_bos if isinstance(request, HarvestRequest) else None)
 
     def measure(self, name: str, config: Any, candidates: Sequence[_Candidate]) -> Json:
         """Return the results of one measure; those that are kept are not measured again."""
-        measure = MEASURES[name]
-        files = {one.name: self._file(name, measure, config, one) for one in candidates}
-        missing = [one for one in candidates if _kept(files[one.name]) is None]
-        for some in (missing[start : start + _AT_ONCE] for start in range(0, len(missing), _AT_ONCE)):
+        candidates = [one for one in candidates if one.kind not in MEASURES[name].same_nulls]
+        files = {one.name: self._file(name, MEASURES[name], config, one) for one in candidates}
+        kept: dict[str, Json] = {}
+        if self._everyone.rank == 0:
+            kept = {subject: found for subject, file in files.items() if (found := _kept(file)) is not None}
+        kept = self._everyone.of_first(kept)
+        missing = [one for one in candidates if one.name not in kept]
+        mine: dict[str, Json] = {}
+        with settled(self._everyone):
+            mine = self._measured(MEASURES[name], config, missing[self._everyone.rank :: self._everyone.size], files)
+        for found in self._everyone.of_each(mine):
+            kept |= found
+        return {
+            "settings": to_dict(config),
+            "seconds": sum(kept[subject]["seconds"] for subject in files),
+            "results": {subject: kept[subject]["result"] for subject in files},
+        }
+
+    def _measured(
+        self, measure: Measure, config: Any, candidates: Sequence[_Candidate], files: Mapping[str, Path]
+    ) -> dict[str, Json]:
+        """Return the results of some candidates by name, each kept in its file as soon as it is there."""
+        measured: dict[str, Json] = {}
+        for some in (candidates[start : start + _AT_ONCE] for start in range(0, len(candidates), _AT_ONCE)):
             given = {what: getattr(self, what) for what in measure.takes}
             subjects = self._made(some)
             started = time.monotonic()
             results = measure.function(subjects, **given, config=config, progress=self._progress)
             seconds = (time.monotonic() - started) / len(some)
             for one, result in zip(some, results, strict=True):
-                write_sealed(files[one.name], {"result": as_json(result), "seconds": seconds})
-        kept = {name: _kept(file) or {} for name, file in files.items()}
-        return {
-            "settings": to_dict(config),
-            "seconds": sum(one["seconds"] for one in kept.values()),
-            "results": {name: one["result"] for name, one in kept.items()},
-        }
+                measured[one.name] = {"result": as_json(result), "seconds": seconds}
+                write_sealed(files[one.name], measured[one.name])
+        return measured
 
     def _made(self, candidates: Sequence[_Candidate]) -> list[Subject]:
         """Return the subjects, of which nulls may still have to be made."""

@@ -37,6 +37,7 @@ class HeldoutText(NamedTuple):
 
 def heldout_text(store: Store, subjects: list[Subject], n_tokens: int) -> HeldoutText:
     """Return the first held-out activations of a store, at most `n_tokens`, with their text."""
+    store.require_text()
     require_heldout(store, subjects)
     rows: dict[str, list[Tensor]] = {"x": [], "context": [], "position": []}
     n = 0

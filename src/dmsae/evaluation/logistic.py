@@ -98,13 +98,22 @@ def _newton(z: Tensor, y: Tensor, weights: Tensor, c: Tensor) -> Tensor:
         hessian = z.mT @ ((scale * p * (1 - p))[..., None] * z) + torch.diag(penalised)
         # Where all samples are sure, nothing holds the intercept.
         hessian.diagonal(dim1=-2, dim2=-1)[..., -1] += 1e-10 * scale.sum(-1)
-        step = torch.linalg.solve(hessian, gradient)
+        step = _solved(hessian, gradient)
         decrement = (step * gradient).sum(-1)
         solved = decrement <= _TOLERANCE * value
         theta, value = _descend(objective, theta, value, step, decrement.masked_fill(solved, -torch.inf))
         if bool(solved.all()):
             break
     return theta
+
+
+def _solved(a: Tensor, b: Tensor) -> Tensor:
+    """Return the x [..., F] with a x = b, one problem at a time.
+
+    Given several, oneMKL 2024.2 on more than one thread of a CPU with AVX-512 fails from about 250 unknowns on.
+    """
+    problems = zip(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, b.shape[-1]), strict=True)
+    return torch.stack([torch.linalg.solve(one, other) for one, other in problems]).view_as(b)
 
 
 def _descend(

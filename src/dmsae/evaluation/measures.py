@@ -10,8 +10,12 @@ from typing import Any, Literal, NamedTuple
 from dmsae.evaluation import absorption, concept_removal, detection, disentanglement, lexical, probing
 from dmsae.evaluation.activity import ActivityConfig, activity
 from dmsae.evaluation.fidelity import FidelityConfig, measure_fidelity
+from dmsae.evaluation.nulls import NullKind
 from dmsae.evaluation.redundancy import RedundancyConfig, redundancy
 from dmsae.evaluation.splice import SpliceConfig, splice
+
+_SAME_CODES = frozenset({NullKind.PERMUTED_DECODER})
+_SAME_DECODER = frozenset({NullKind.PERMUTED_DECODER, NullKind.RANDOM_FIRING})
 
 
 class Score(NamedTuple):
@@ -23,6 +27,8 @@ class Score(NamedTuple):
     """What a perfect dictionary gets: a number, or where in the result it is. None: nothing is perfect."""
     null: str = ""
     """Where in the result the null of this figure is, if it has one of its own besides the null subjects."""
+    better: Literal["higher", "lower", ""] = ""
+    """Which way is better where there is no ceiling. Empty: neither, and no null is to beat."""
 
 
 class Measure(NamedTuple):
@@ -37,6 +43,8 @@ class Measure(NamedTuple):
     takes: tuple[Literal["store", "model", "cache"], ...]
     """What else it is called with: the store, the base model, a directory for what does not depend on the subjects."""
     scores: tuple[Score, ...]
+    same_nulls: frozenset[NullKind] = frozenset()
+    """Nulls that are the SAE itself in all that this measure reads. They are left out."""
     version: int = 1
     """Raise it when the same settings give other numbers than before: kept results are then measured again."""
     by_default: bool = True
@@ -57,6 +65,7 @@ MEASURES: dict[str, Measure] = {
         ActivityConfig,
         ("store",),
         (Score("l0.core"), Score("l0_batchtopk.total"), Score("share_dead"), Score("share_always_on")),
+        same_nulls=_SAME_CODES,
     ),
     "splice": Measure(
         "next-token prediction with the reconstruction spliced in: loss recovered, cross-entropy, KL",
@@ -74,14 +83,21 @@ MEASURES: dict[str, Measure] = {
         redundancy,
         RedundancyConfig,
         (),
-        (Score("mean_max_cosine", null="mean_max_cosine_null"), Score("share_above_07"), Score("meta_fve")),
+        (
+            Score("mean_max_cosine", null="mean_max_cosine_null", better="lower"),
+            Score("share_above_07", better="lower"),
+            Score("meta_fve", better="lower"),
+        ),
+        same_nulls=_SAME_DECODER,
     ),
     "probing": Measure(
         "k-sparse probing: how well a few latents tell two classes of text apart, beside a dense probe",
         probing.measure,
         probing.ProbingConfig,
         ("model", "cache"),
-        tuple(Score(f"accuracy.{k}", ceiling="dense_accuracy") for k in (1, 5, 20)),
+        tuple(Score(f"accuracy.{k}", ceiling="dense_accuracy") for k in (1, 2, 5, 20)),
+        same_nulls=_SAME_CODES,
+        version=2,
     ),
     "absorption": Measure(
         f"words on which the latent of their first letter stays silent; meant for {absorption.MEANT_FOR}",
@@ -89,6 +105,7 @@ MEASURES: dict[str, Measure] = {
         absorption.AbsorptionConfig,
         ("model", "cache"),
         (Score("full", ceiling=0.0), Score("fraction", ceiling=0.0), Score("fraction_v032", ceiling=0.0)),
+        version=2,
     ),
     "disentanglement": Measure(
         "whether a city's country, continent, language or time zone can be exchanged alone, as probes read them",
@@ -96,13 +113,15 @@ MEASURES: dict[str, Measure] = {
         disentanglement.DisentanglementConfig,
         ("model", "cache"),
         (Score("score", ceiling=1.0), Score("cause", ceiling=1.0), Score("isolation", ceiling=1.0)),
+        version=2,
     ),
     "concept_removal": Measure(
         f"SCR and TPP, the effect of ablating a concept's latents; {concept_removal.CAVEAT}",
         concept_removal.measure,
         concept_removal.ConceptRemovalConfig,
         ("model", "cache"),
-        (Score("scr.20", ceiling=1.0), Score("tpp.20")),
+        (Score("scr.20", ceiling=1.0), Score("tpp.20", better="higher")),
+        version=2,
     ),
     "lexical_predictability": Measure(
         "how well firing is predicted from the tokens of a latent's top examples, with no judge",
@@ -110,6 +129,7 @@ MEASURES: dict[str, Measure] = {
         lexical.LexicalConfig,
         ("store",),
         (Score("lexical_predictability", ceiling=1.0, null="shuffled"),),
+        same_nulls=_SAME_CODES,
     ),
     "detection": Measure(
         "how well a language model, at --detection.judge.url, tells from an explanation where a latent fires",
@@ -117,6 +137,7 @@ MEASURES: dict[str, Measure] = {
         detection.DetectionConfig,
         ("store", "model", "cache"),
         (Score("detection", ceiling=1.0), Score("detection_balanced", ceiling=1.0)),
+        same_nulls=_SAME_CODES,
         by_default=False,
     ),
 }

@@ -26,7 +26,7 @@ from dmsae.sae.config import SAEConfig, SparseCore
 from dmsae.sae.sae import SAE
 from dmsae.seeds import generator
 
-_VERSION = 2
+_VERSION = 3
 """Raise it when the same settings make other nulls than before: what was measured on them is then measured again."""
 _BATCH = 1024
 _DROPPED_BITS = 12
@@ -41,10 +41,11 @@ class NullKind(StrEnum):
     """What a null shares with the SAE that it stands in for."""
 
     UNTRAINED = "untrained"
-    """Shape and L0: random unit rows for encoder and decoder, as before training; thresholds, or for latents that are
-    on most of the time biases, set so that it fires as often."""
+    """Shape, and L0 of the core and of each prefix: random unit rows for encoder and decoder, as before training;
+    thresholds, or for latents that are on most of the time biases, set so that it fires as often."""
     RANDOM_ENCODER = "random_encoder"
-    """Shape and L0: the encoder of the untrained one, frozen, with a decoder fitted to it by ridge regression."""
+    """Shape, and L0 of the core and of each prefix: the encoder of the untrained one, frozen, with a decoder fitted to
+    it by ridge regression."""
     PERMUTED_DECODER = "permuted_decoder"
     """The encoder, and the decoder rows in another order: permuted within the core and within each prefix group."""
     RANDOM_FIRING = "random_firing"
@@ -102,7 +103,7 @@ class NullMaker:
     @cached_property
     @torch.no_grad()
     def _untrained(self) -> SAE:
-        """Return a fresh SAE of the same shape whose core and non-core latents fire as often as the SAE's."""
+        """Return a fresh SAE of the same shape whose core and prefix groups fire as often as the SAE's."""
         config = shape_of(self._sae.config)
         n_core = config.n_core
         draws = generator(self._config.seed, "untrained")
@@ -111,16 +112,19 @@ class NullMaker:
         if core_rows is not None:
             sae.W_dec[:n_core] = core_rows  # before training, encoder and decoder are tied
         sae.b_dec.copy_(self._sample.mean(0))
-        for part in (slice(0, n_core), slice(n_core, config.width)):
-            if part.start < part.stop:
-                cut = cut_for(float(self._firing.rates_K[part].sum()), sae, part, self._store)
-                # Activations are positive: where more has to fire than is, a bias lifts it above 0.
-                sae.threshold[part], sae.b_enc[part] = max(cut, 0.0), max(-cut, 0.0)
+        for low, high in _groups(config):
+            part = slice(low, high)
+            cut = cut_for(float(self._firing.rates_K[part].sum()), sae, part, self._store)
+            # Activations are positive: where more has to fire than is, a bias lifts it above 0.
+            sae.threshold[part], sae.b_enc[part] = max(cut, 0.0), max(-cut, 0.0)
         return sae.to(self._sae.W_dec)
 
     @torch.no_grad()
     def _with_fitted_decoder(self) -> SAE:
-        """Return the untrained SAE with its decoder, and no other part of it, fitted to training activations."""
+        """Return the untrained SAE with its decoder, and no other part of it, fitted to training activations.
+
+        It is fitted for all latents together, not for each prefix.
+        """
         sae = SAE(self._untrained.config).to(self._sae.W_dec).requires_grad_(False)
         sae.load_state_dict(self._untrained.state_dict())
         W_dec, b_dec = ridge_decoder(self._untrained, self._sample, self._config.ridge)
@@ -137,6 +141,11 @@ class NullMaker:
         sae.W_enc_noncore.mul_(scale_K[n_core:, None])
         sae.threshold.mul_(scale_K)
         return sae
+
+
+def _groups(config: SAEConfig) -> list[tuple[int, int]]:
+    """Return where the core and each prefix group begin and end."""
+    return list(pairwise(sorted({0, config.n_core, *config.prefixes})))
 
 
 def shape_of(config: SAEConfig) -> SAEConfig:
@@ -175,8 +184,7 @@ def permuted_decoder(sae: SAE, seed: int = 0) -> SAE:
     """Return a copy of an SAE whose decoder rows are permuted within the core and within each prefix group."""
     permuted = SAE(sae.config).to(sae.W_dec).requires_grad_(False)
     permuted.load_state_dict(sae.state_dict())
-    bounds = sorted({0, sae.config.n_core, *sae.config.prefixes})
-    for low, high in pairwise(bounds):
+    for low, high in _groups(sae.config):
         order = torch.randperm(high - low, generator=generator(seed, "permuted decoder", low))
         permuted.W_dec[low:high] = sae.W_dec[low:high][order.to(sae.W_dec.device)]
     return permuted

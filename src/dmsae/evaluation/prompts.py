@@ -38,7 +38,7 @@ def last_token_activations(
     """Return x [N, D] at the last token of each text. A text of one token is an error: its activation is a sink."""
 
     def make() -> Tensors:
-        ids = tokenise(model.tokenizer, texts, max_tokens)
+        ids = tokenise(model.tokenizer, texts, max_tokens, model.prepend_bos)
         if short := [text for text, tokens in zip(texts, ids, strict=True) if len(tokens) < 2]:
             raise ModelError(
                 f"{len(short)} of {len(texts)} texts have fewer than two tokens, among them {short[0]!r}. The first "
@@ -60,7 +60,8 @@ def token_activations(
 
     def make() -> Tensors:
         parts: dict[int, Tensor] = {}
-        for index, tokens_NL, x_NLD in _forward(model, tokenise(model.tokenizer, texts, max_tokens), progress):
+        ids = tokenise(model.tokenizer, texts, max_tokens, model.prepend_bos)
+        for index, tokens_NL, x_NLD in _forward(model, ids, progress):
             for i, keep_L, x_LD in zip(index, model.keep_mask(tokens_NL), x_NLD, strict=True):
                 parts[i] = x_LD[keep_L]
         counts = torch.tensor([len(parts[i]) for i in range(len(texts))])
@@ -106,12 +107,9 @@ def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _made_of(model: BaseModel, texts: Sequence[str], max_tokens: int) -> Json:
-    return {
-        "version": 1,
-        "model": model_key(model),
-        "texts": canonical_hash(list(texts)),
-        "max_tokens": max_tokens,
-    }
+    texts_key = canonical_hash(list(texts))
+    made_of: Json = {"version": 1, "model": model_key(model), "texts": texts_key, "max_tokens": max_tokens}
+    return made_of if model.prepend_bos is None else made_of | {"prepend_bos": model.prepend_bos}
 
 
 def model_key(model: BaseModel) -> Json:

@@ -22,9 +22,9 @@ class ScoreRow(NamedTuple):
     figure: str
     score: float | None
     nulls: dict[str, float | None]
-    """What each null gets, by kind."""
+    """What each null gets, by kind; the figure's own, if it has one, as `own`."""
     null: float | None
-    """The one to beat: the figure's own, or that of the null subjects which is nearest to the ceiling."""
+    """The one to beat: the best of them."""
     ceiling: float | None
     part: float | None
     """Part of the way from null to ceiling: (score − null) / (ceiling − null)."""
@@ -64,10 +64,12 @@ class Evaluation:
         nulls = {
             str(subject["null_kind"]): look_up(results[name], score.figure)
             for name, subject in self.subjects.items()
-            if subject["null_of"] == sae
+            if subject["null_of"] == sae and name in results
         }
+        if score.null:
+            nulls["own"] = look_up(results[sae], score.null)
         value, ceiling = look_up(results[sae], score.figure), _ceiling(score, results[sae])
-        null = look_up(results[sae], score.null) if score.null else _strongest(nulls, ceiling)
+        null = strongest(nulls, ceiling, score.better)
         return ScoreRow(sae, measure, score.figure, value, nulls, null, ceiling, part_of_the_way(value, null, ceiling))
 
     def save(self, directory: Path) -> None:
@@ -124,7 +126,11 @@ def _ceiling(score: Score, result: Json) -> float | None:
     return look_up(result, score.ceiling) if isinstance(score.ceiling, str) else score.ceiling
 
 
-def _strongest(nulls: Mapping[str, float | None], ceiling: float | None) -> float | None:
-    """Return the null that is hardest to beat; without a ceiling there is nothing to be near to."""
+def strongest(nulls: Mapping[str, float | None], ceiling: float | None, better: str = "") -> float | None:
+    """Return the null that is hardest to beat: the nearest to the ceiling, else the best; None if nothing is better."""
     known = [null for null in nulls.values() if null is not None]
-    return min(known, key=lambda null: abs(ceiling - null)) if known and ceiling is not None else None
+    if not known or (ceiling is None and not better):
+        return None
+    if ceiling is not None:
+        return min(known, key=lambda null: abs(ceiling - null))
+    return max(known) if better == "higher" else min(known)

@@ -3,8 +3,9 @@
 Latents of two SAEs are matched one to one, by decoder and by encoder, those of the core and all others separately. The
 mean matched cosine is PW-MCC (Song et al. 2025, arXiv:2505.20254); a latent counts as shared when both matchings give
 it the same partner at a cosine above 0.7 (Paulo & Belrose 2025, arXiv:2501.16615). Frequent latents are shared more, so
-every figure is also given per bin of firing rate, and as the mean over bins. Pairs of three or more SAEs depend on each
-other: each is reported, and their mean without an interval.
+every figure is also given per bin of firing rate, and as the mean over bins. Only the draws of nulls depend on which of
+two SAEs is the first. Pairs of three or more SAEs depend on each other: each is reported, and their mean without an
+interval.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +55,7 @@ class Means(NamedTuple):
     decoder: float | None
     """Cosine of decoder rows, matched by decoder."""
     encoder: float | None
-    """Cosine of encoder rows, matched by encoder."""
+    """Cosine of encoder rows, matched by encoder: the mean of a latent's and of its decoder partner's."""
     shared: float | None
     """Share with one partner by encoder and by decoder, above the bound in both."""
     jaccard: float | None
@@ -66,7 +67,7 @@ class Means(NamedTuple):
 
 
 class RateBin(NamedTuple):
-    """Latents of similar firing rate in the first SAE; the bin includes its upper edge."""
+    """Latents of similar firing rate, as the mean of both partners'; the bin includes its upper edge."""
 
     low: float
     high: float
@@ -98,7 +99,7 @@ class GroupStability(NamedTuple):
     """Over all matched latents."""
     bins: list[RateBin]
     n_silent: int
-    """Matched latents that never fire in the first SAE. They are in no bin."""
+    """Matched latents that fire in neither SAE. They are in no bin."""
     over_bins: Means
     """The mean over bins, each counting once, of those that the core and the other latents both have."""
 
@@ -195,14 +196,14 @@ class _Group:
             cosines = [torch.cosine_similarity(a.double(), b.double()).cpu() for a, b in rows]
             same = torch.ones_like(partners, dtype=torch.bool)
         else:
-            partners, cosines = decoder.partners_K, [decoder.cosines_K, encoder.cosines_K]
+            partners, cosines = decoder.partners_K, [decoder.cosines_K, _of_both(encoder, decoder, self._n[1])]
             same = decoder.partners_K == encoder.partners_K
         matched = (partners >= 0).nonzero().squeeze(1)
         latents, others = matched + one.latents.start, partners[matched] + other.latents.start
         alike = between(one.sae, latents, other.sae, others, store, n_top=1)
         step()
         above = (cosines[0] > config.min_cosine) & (cosines[1] > config.min_cosine)
-        self._rates = alike.rate_before_C
+        self._rates = (alike.rate_before_C + alike.rate_after_C) / 2
         self._values = {
             "decoder": cosines[0][matched],
             "encoder": cosines[1][matched],
@@ -263,6 +264,14 @@ def _matchings(rows: list[tuple[Tensor, Tensor]], step: Callable[[], None]) -> t
             encoder_absolute=_mean(encoder_absolute.cosines_K.abs()),
         ),
     )
+
+
+def _of_both(encoder: Matching, decoder: Matching, n_second: int) -> Tensor:
+    """Return the mean encoder cosine of each latent and its partner by decoder, each with its partner by encoder."""
+    of_second = torch.full((n_second,), torch.nan, dtype=torch.float64)
+    of_second[encoder.partners_K[encoder.matched]] = encoder.cosines_K[encoder.matched]
+    of_partner = of_second[decoder.partners_K].where(decoder.matched, torch.nan)
+    return torch.stack([encoder.cosines_K, of_partner]).nanmean(0)
 
 
 def mean_of_means(means: Sequence[Means]) -> Means:
