@@ -18,7 +18,7 @@ from dmsae.experiments.grid import GRIDS, Preset
 from dmsae.experiments.lab import Lab
 from dmsae.experiments.parts.consistency import compare, latents
 from dmsae.experiments.parts.regime import FRESH, chosen, confirm
-from dmsae.experiments.results import Spread, kept_or_run, over_seeds, read_results, result_file
+from dmsae.experiments.results import Spread, aligned, kept_or_run, over_seeds, read_results, result_file
 from dmsae.experiments.tables import tables, text
 from dmsae.training.config import TrainConfig
 from planted import Planted, planted_store
@@ -251,6 +251,21 @@ def test_seeds_are_repetitions_with_a_spread(results: Path) -> None:
         "the part on cycles has two tables, the one on sparsity only that of cycles"
     )
     assert "±" in next(table for table in made if table.title.startswith("paper")).markdown()
+
+
+def test_saes_whose_k_follows_a_measured_l0_are_the_same_in_all_seeds() -> None:
+    def seed(k: int) -> Json:
+        names = ["msae-k4", "dense-k8", f"msae-k{k}", f"msae-k{k + 5}"]
+        rows = [{"sae": name, "fve": k} for name in names]
+        return {"part": "benchmark", "seed": k, "figures": {"rows": rows, "scores": [{"sae": f"msae-k{k}"}]}}
+
+    one, other = aligned([seed(20), seed(21)])
+    assert [row["sae"] for row in one["figures"]["rows"]] == ["msae-k4", "dense-k8", "msae-k20", "msae-k25"]
+    assert [row["sae"] for row in other["figures"]["rows"]] == ["msae-k4", "dense-k8", "msae-k20", "msae-k25"]
+    assert other["figures"]["scores"] == [{"sae": "msae-k20"}]
+    spread = over_seeds([one, other], "benchmark", ["fve"])["msae-k25"]["fve"]
+    assert spread is not None
+    assert (spread.mean, spread.n) == (20.5, 2)
 
 
 def test_a_name_that_two_saes_of_a_part_have_is_not_one_sae() -> None:

@@ -71,8 +71,8 @@ BENCHMARKED = (
 PLANTED: dict[str, Json] = {
     "random-core": {
         "rows": [
-            row(f"{source}-k{k}-norm-{norm}", k=k, norm=norm)
-            for k, norm in ((4, "found"), (4, 2.0), (8, "found"))
+            row(f"{source}-k{k}-norm-{norm}{more}", k=k, norm=norm, tokens=20 if more else 10)
+            for k, norm, more in ((4, "found", ""), (4, 2.0, ""), (8, "found", ""), (4, "found", "-tokens-20"))
             for source in ("dense", "random-norm_matched-dense")
         ],
         "curves": {
@@ -82,6 +82,8 @@ PLANTED: dict[str, Json] = {
             "random-norm_matched-dense-k4-norm-2.0": {"l0_core": [10, 1]},
             "dense-k8-norm-found": {"l0_core": [10, 8]},
             "random-norm_matched-dense-k8-norm-found": {"l0_core": [10, 4]},
+            "dense-k4-norm-found-tokens-20": {"l0_core": [10, 8]},
+            "random-norm_matched-dense-k4-norm-found-tokens-20": {"l0_core": [10, 1]},
         },
     },
     "cycles": {
@@ -159,6 +161,7 @@ EXPECTED = (
         0.015,
         0.7,
         0.4,
+        0.7,
         0.1,
         0.3,
         0.5,

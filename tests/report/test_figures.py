@@ -34,7 +34,7 @@ def parts(seed: int) -> dict[str, Json]:
     grown = [{"0": 20 + seed}, {"0": 15, "1": 9 + seed}, {"0": 12, "1": 6, "2": 8}]
     curve = {"step": [50, 100, 150], "loss": [2.0, 1.2, 1.0 + 0.1 * seed], "fve": [0.4, 0.6, 0.7], "l0_core": [9, 6, 5]}
     rows = [
-        {"sae": f"{source}-k4-norm-{norm}", "k": 4, "norm": norm}
+        {"sae": f"{source}-k4-norm-{norm}", "k": 4, "norm": norm, "tokens": 600}
         for source in ("dense", "random-norm_matched-dense")
         for norm in ("found", 2.0)
     ]

@@ -41,7 +41,7 @@ class ExperimentCommand:
     distilled core worth, against its measured L0, beside MSAE and BatchTopK? worth: what are SAEs with the first core
     worth by every measure, beside nulls and controls? price: how many latents can be kept, at what price, by every
     rule, freeze and number of cycles, beside random controls? consistency: do independent distillations find the same
-    core? regime: where do detectors beat every control, confirmed with fresh seeds? all: everything.
+    core? regime: where does a first core beat every control, confirmed with fresh seeds? all: everything.
 
     Each part and seed is a job of its own, and is kept as a small JSON file as it ends. The same command goes on where
     it stopped, and experiments in one directory share their runs.

@@ -46,7 +46,7 @@ PARTS = {
     "cycles": Part(cycles.run, ("max_rate", "cycles")),
     "tau": Part(tau.run, ("coverages",)),
     "sparsity": Part(sparsity.run, ("k_factors", "cycles")),
-    "random-core": Part(random_core.run, ("random_k_factors", "norms")),
+    "random-core": Part(random_core.run, ("random_k_factors", "norms", "random_token_factors")),
     "paper": Part(paper.run, ("random_cores",)),
     "longer": Part(longer.run, (), needs=("paper",)),
     "capped": Part(capped.run, ("max_rate", "rules")),
@@ -54,7 +54,7 @@ PARTS = {
     "selection": Part(selection.run, ("ablated", "ablation_contexts")),
     "worth": Part(worth.run, ("random_cores", "measures")),
     "benchmark": Part(benchmark.run, ("max_rate", "benchmark_k_factors", "measures")),
-    "consistency": Part(consistency.run, ("max_rate", "token_factors", "members", "consensus")),
+    "consistency": Part(consistency.run, ("max_rate", "token_factors", "members", "consensus", "repeats")),
     "regime": Part(regime.run, ("max_rate", "regimes")),
     "confirmation": Part(regime.confirm, ("max_rate", "regimes"), needs=("regime",)),
 }
@@ -80,7 +80,7 @@ EXPERIMENTS = {
         "Do independent distillations find the same core, more than their prefix-0s agree?", ("consistency",)
     ),
     "regime": Experiment(
-        "Where do detectors beat every control at matched L0, with fresh seeds?", ("regime", "confirmation")
+        "Where does a first core beat every control at matched L0, with fresh seeds?", ("regime", "confirmation")
     ),
 }
 

@@ -6,6 +6,7 @@ from enum import StrEnum
 from dmsae.cores.consensus import ConsensusConfig
 from dmsae.cores.controls import RandomKind, Rule
 from dmsae.cores.norms import CoreNorm
+from dmsae.sae.config import CoreMode
 
 
 class Preset(StrEnum):
@@ -30,12 +31,15 @@ class Regime:
     """Settings under which detectors are tried; factors are of what the recipe says."""
 
     name: str
-    k_factor: float = 1.0
+    width_factor: float = 1.0
     prefix0_factor: float = 1.0
+    """Of the prefix-0 of the recipe, whatever the width."""
+    k_factor: float = 1.0
     coverage: float = 0.9
     token_factor: float = 1.0
     over: str = "all"
     """Positions over which scores take their quantile: all, or active."""
+    core_mode: CoreMode = CoreMode.DETECTOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,9 @@ class Grid:
     """Norms of frozen rows, in the part `random-core`."""
     random_k_factors: tuple[float, ...] = (1.0, 5.0)
     """Sparsities of the part `random-core`: all norms at the first, rows as they were found at the others."""
+    random_token_factors: tuple[float, ...] = (1.0, 2.0)
+    """Lengths of training in the part `random-core`: all of it with the first, rows as they were found, at the first
+    sparsity, with the others."""
     benchmark_k_factors: tuple[float, ...] = (0.5, 1.0, 2.0)
     """Sparsities of the part `benchmark`."""
     measures: tuple[str, ...] = (
@@ -81,12 +88,19 @@ class Grid:
     """What SAEs are evaluated by, in the part `benchmark`."""
     token_factors: tuple[float, ...] = (1.0, 2.0)
     """Lengths of training in the part `consistency`: distillations after the first, cycle 0 alone after the others."""
+    repeats: int = 3
+    """SAEs that are trained from one core with different seeds, in the part `consistency`."""
     regimes: tuple[Regime, ...] = (
         Regime("wide prefix-0", prefix0_factor=4, coverage=0.5),
         Regime("active positions", prefix0_factor=4, coverage=0.5, over="active"),
-        Regime("longer", prefix0_factor=4, coverage=0.5, token_factor=2),
+        Regime("smaller core", prefix0_factor=4, coverage=0.25),
+        Regime("sparser", prefix0_factor=4, coverage=0.5, k_factor=0.5),
+        Regime("longer", prefix0_factor=4, coverage=0.5, token_factor=1.5),
+        Regime("wider", prefix0_factor=4, coverage=0.5, width_factor=1.5),
+        Regime("directions", prefix0_factor=4, coverage=0.25, k_factor=3, core_mode=CoreMode.DENSE),
     )
-    """What the part `regime` tries; what the recipe itself gives is in the part `capped`."""
+    """What the part `regime` tries: a wide prefix-0, so that there is something to select, and one change each. What
+    the recipe itself gives is in the part `capped`. Directions fire often, so they need a larger k to fit in."""
     ablated: int = 32
     """Latents that are ablated, in the part `selection`."""
     ablation_contexts: int = 64
@@ -105,9 +119,11 @@ GRIDS = {
         k_factors=(1.0, 2.0),
         norms=("found", 2.0),
         random_k_factors=(1.0,),
+        random_token_factors=(1.0,),
         benchmark_k_factors=(1.0,),
         measures=("fidelity", "activity"),
         token_factors=(1.0,),
+        repeats=2,
         regimes=(Regime("as the recipe"), Regime("half", coverage=0.5)),
         ablated=4,
         ablation_contexts=4,
@@ -120,6 +136,7 @@ GRIDS = {
         k_factors=(0.0625, 0.125, 0.25, 0.5, 1.0, 2.0),
         benchmark_k_factors=(0.0625, 0.125, 0.25, 0.5, 1.0, 2.0),
         random_k_factors=(1.0,),
+        random_token_factors=(1.0,),
         token_factors=(1.0,),
     ),
 }

@@ -84,6 +84,37 @@ def part_results(directory: Path, part: str) -> list[Json]:
     return sorted((_read(path) for path in directory.glob(f"{part}-seed-*.json")), key=lambda one: one["seed"])
 
 
+def aligned(results: Sequence[Json]) -> list[Json]:
+    """Return the results of one part, with one name for the same SAE in all seeds.
+
+    Where k follows a measured L0, it may differ between seeds, and with it the name of the SAE. Such SAEs of one method
+    are taken in their order, and have the name that the first seed gives them.
+    """
+    names = [[row["sae"] for row in result["figures"].get("rows", ())] for result in results]
+    common = set.intersection(*map(set, names)) if names else set()
+    labels: dict[tuple[str, int], str] = {}
+    renamed = []
+    for result, own in zip(results, names, strict=True):
+        times: Counter[str] = Counter()
+        new = {}
+        for name in own:
+            if name not in common:
+                method = name.rpartition("-k")[0] or name
+                times[method] += 1
+                new[name] = labels.setdefault((method, times[method]), name)
+        renamed.append(result | {"figures": _renamed(result["figures"], new)})
+    return renamed
+
+
+def _renamed(figures: Json, new: dict[str, str]) -> Json:
+    """Return the figures of a part with other names for some SAEs, in its rows and scores."""
+    with_saes = {name: figures[name] for name in ("rows", "scores") if name in figures}
+    return figures | {
+        name: [entry | {"sae": new.get(entry["sae"], entry["sae"])} for entry in entries]
+        for name, entries in with_saes.items()
+    }
+
+
 def over_seeds(results: Sequence[Json], part: str, figures: Sequence[str]) -> dict[str, dict[str, Spread | None]]:
     """Return, for each SAE of a part, the spread of some figures over seeds, in the order of the first seed.
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dmsae.config import Json
-from dmsae.experiments.results import Spread, over_seeds
+from dmsae.experiments.results import Spread, aligned, over_seeds
 from dmsae.experiments.verdicts import Verdict
 
 COLUMNS = {
@@ -43,16 +43,17 @@ def tables(results: Sequence[Json]) -> list[TextTable]:
     """Return the tables of all parts of an experiment."""
     made = []
     for part in dict.fromkeys(result["part"] for result in results):
-        seeds = sorted(result["seed"] for result in results if result["part"] == part)
+        alike = aligned([result for result in results if result["part"] == part])
+        seeds = sorted(result["seed"] for result in alike)
         title = f"{part} (seeds {', '.join(map(str, seeds))}; mean ± standard deviation)"
-        spreads = over_seeds(results, part, list(COLUMNS))
+        spreads = over_seeds(alike, part, list(COLUMNS))
         if spreads:
             rows = [
                 [name, *(text(spread[figure], digits) for figure, (_, digits) in COLUMNS.items())]
                 for name, spread in spreads.items()
             ]
             made.append(TextTable(title, ["SAE", *(heading for heading, _ in COLUMNS.values())], rows))
-        of_part = [result["figures"] for result in results if result["part"] == part]
+        of_part = [result["figures"] for result in alike]
         others = (_cycles(of_part), _rules(of_part), _regimes(of_part), _pairs(of_part), *_scores(of_part))
         made += [table._replace(title=f"{title}{table.title}") for table in others if table.rows]
     return made

@@ -180,7 +180,7 @@ def consistency(figures: Sequence[Json]) -> "Figure":
 
 
 def regime(figures: Sequence[Json]) -> "Figure":
-    """Return the margin of detectors over the best control in every regime, in the search and when confirmed."""
+    """Return the margin of the core over the best control in every regime, in the search and when confirmed."""
     names = list(dict.fromkeys(one["regime"] for found in figures for one in found["regimes"]))
     figure, (axis,) = panels(1, columns=1, width=6.0, height=0.4 * len(names) + 1.4)
     for i, (part, label) in enumerate((("regime", "search"), ("confirmation", "fresh seeds"))):

@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from dmsae.config import Json
-from dmsae.experiments.results import read_results
+from dmsae.experiments.results import aligned, read_results
 from dmsae.report import comparisons
 from dmsae.report.style import COLOURS, band, legend_below, panels, save, styled
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 def draw(results: Path, directory: Path) -> list[Path]:
     """Draw every figure for which there are results, and return the files."""
-    read = read_results(results)
+    by_part: dict[str, list[Json]] = {}
+    for result in read_results(results):
+        by_part.setdefault(result["part"], []).append(result)
+    read = [one for of_part in by_part.values() for one in aligned(of_part)]
     files: list[Path] = []
     with styled():
         for name, (parts, function) in FIGURES.items():
@@ -88,21 +91,21 @@ def coverage(figures: Sequence[Json]) -> "Figure":
 
 
 def random_core(figures: Sequence[Json]) -> "Figure":
-    """Return the share of core latents that fire through training: distilled and random rows, by norm and k."""
+    """Return the share of core latents that fire through training: distilled and random rows, by norm, k and length."""
     rows = [row for row in figures[0]["rows"] if "detector" not in row["sae"]]
-    places = list(dict.fromkeys((row["k"], str(row["norm"])) for row in rows))
-    columns = len({norm for _, norm in places})
-    figure, axes = panels(len(places), columns, width=2.6, height=2.3)
+    places = list(dict.fromkeys((row["k"], str(row["norm"]), row["tokens"]) for row in rows))
+    figure, axes = panels(len(places), columns=min(3, len(places)), width=2.6, height=2.3)
     names = {"dense": "distilled core", "random-norm": "random", "random-covariance": "random, covariance-matched"}
-    for axis, (k, norm) in zip(axes, places, strict=True):
+    for axis, (k, norm, tokens) in zip(axes, places, strict=True):
         for row in rows:
-            if (row["k"], str(row["norm"])) != (k, norm):
+            if (row["k"], str(row["norm"]), row["tokens"]) != (k, norm, tokens):
                 continue
             i, label = next((i, name) for i, (begin, name) in enumerate(names.items()) if row["sae"].startswith(begin))
             curves = [one["curves"][row["sae"]] for one in figures if row["sae"] in one["curves"]]
             shares = [[value / one["n_core"] for value in c["l0_core"]] for one, c in zip(figures, curves, strict=True)]
             band(axis, curves[0]["step"], shares, COLOURS[i], label)
-        axis.set_title(f"k = {k}, norm {norm if norm in ('found', 'unit') else f'× {norm}'}")
+        shown = norm if norm in ("found", "unit") else f"× {norm}"
+        axis.set_title(f"k = {k}, norm {shown}\n{tokens:,} activations")
         axis.set_ylim(0, 1)
         axis.set_xlabel("training step")
         axis.set_ylabel("share of the core that fires")
@@ -154,8 +157,7 @@ CAPTIONS = {
     "benchmark": "Every score against the measured L0; a point for each seed, lines through their means.",
     "consistency": "Latents that two independent runs both have (encoder and decoder cosine above 0.7), and how alike "
     "matched latents fire; a point for each pair of runs.",
-    "regime": "Where detectors of a first core beat every control; a point for each seed. Fresh seeds took no part in "
-    "the choice.",
+    "regime": "Where a first core beats every control; a point for each seed. Fresh seeds took no part in the choice.",
     "selection": "Share of the ablation effect that falls on the half of the latents that a rule prefers; a point for "
     "each seed.",
 }

@@ -4,11 +4,14 @@ What each finds is matched one to one with what the other finds, by encoder and 
 again when both its encoder and its decoder cosine exceed 0.7. Beside it stand the prefix-0 of the two SAEs, a
 consensus, and random rows with the covariance of the activations. Each seed is a pair of its own, and so independent.
 
-Then two SAEs with other seeds are trained from one core, and two from none: does what is not frozen agree more?
+Then SAEs with different seeds are trained from one core, and as many from none: does what is not frozen agree more?
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -129,16 +132,23 @@ def _joined(some: Latents) -> Tensor:
 
 
 def _rest(lab: Lab, grid: Grid, base: DistillConfig, seed: int) -> dict[str, Json]:
-    """Return how much the unfrozen prefix-0 of two SAEs agrees, when they share a core and when they do not."""
+    """Return how much the unfrozen prefix-0 of SAEs agrees, when they share a core and when they do not; mean over all
+    pairs of them."""
     config = replace(base, seed=seed, max_rate=grid.max_rate)
     core = lab.first_core(config)
     chosen = replace(detectors(lab, config, "consistency"), random_cores=(), baselines=("msae",))
     found: dict[str, list[Latents]] = {}
-    for repeat in range(2):
+    for repeat in range(grid.repeats):
         train = replace(chosen.train, seed=derive_seed(seed, "consistency", repeat))
         for name, some in _prefix0(lab, replace(chosen, train=train), core).items():
             found.setdefault(name, []).append(some)
-    return {name: compare(*pair) for name, pair in found.items()}
+    return {name: _mean([compare(*pair) for pair in combinations(some, 2)]) for name, some in found.items()}
+
+
+def _mean(compared: Sequence[Json]) -> Json:
+    """Return the mean of each figure over pairs of equal sizes."""
+    figures = {name: fmean(one[name] for one in compared) for name in compared[0] if name != "sizes"}
+    return {"sizes": compared[0]["sizes"], **figures}
 
 
 def _prefix0(lab: Lab, chosen: TransferConfig, core: Core) -> dict[str, Latents]:

@@ -1,4 +1,4 @@
-"""Where do detectors of a first core beat every control, at matched L0 on held-out text? A small designed search.
+"""Where does a first core beat every control, at matched L0 on held-out text? A small designed search.
 
 `regime` tries some settings with the seeds that it is given. `confirmation` takes the one with the largest mean margin
 in what those found, and repeats it with seeds that took no part in the choice.
@@ -59,7 +59,7 @@ def _tried(lab: Lab, grid: Grid, regime: Regime, seed: int) -> Json:
         core = lab.first_core(config)
     except AttributionError as error:
         return {"regime": regime.name, "seed": seed, "margin": None, "price": None, "note": str(error)}
-    transfer = detectors(lab, config, "regime")
+    transfer = replace(detectors(lab, config, "regime"), core_modes=(regime.core_mode,))
     beside, left_out = fitting(lab, transfer, by_rules(lab, config, _RULES, len(core)))
     try:
         results = lab.transfer(transfer, core, beside)
@@ -67,7 +67,7 @@ def _tried(lab: Lab, grid: Grid, regime: Regime, seed: int) -> Json:
         return {"regime": regime.name, "seed": seed, "margin": None, "price": None, "note": str(error)}
     rows = lab.rows(results, config, [lab.held(core, config)])
     prices = {row["sae"].rpartition("-k")[0]: row["price"] for row in rows if row["n_core"]}
-    own = prices.pop("detector", None)
+    own = prices.pop(str(regime.core_mode), None)
     # A control without a price, or that does not fit the budget, might be the best: then there is no margin.
     known = [price for price in (own, *prices.values()) if price is not None]
     complete = len(known) == 1 + len(prices) and prices and not left_out
@@ -78,13 +78,15 @@ def _tried(lab: Lab, grid: Grid, regime: Regime, seed: int) -> Json:
 
 def settings(base: DistillConfig, grid: Grid, regime: Regime, seed: int) -> DistillConfig:
     """Return the distillation of a regime."""
+    width = round(base.width * regime.width_factor)
     nesting = base.nesting or matryoshka_nesting(base.width)
     first = min(round(nesting[0] * regime.prefix0_factor), base.width // 2)
-    nesting = (first, *(size for size in nesting if size > first))
+    nesting = (first, *(size for size in nesting[:-1] if size > first), width)
     tokens = round(base.train.tokens * regime.token_factor)
     return replace(
         base,
         seed=seed,
+        width=width,
         k=scaled(base.k, regime.k_factor),
         nesting=nesting,
         coverage=regime.coverage,
