@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div, log_softmax
+from torch.nn.functional import log_softmax
 
 from dmsae.activations.above_hook import AboveHook
 from dmsae.activations.base_model import BaseModel
@@ -181,24 +181,24 @@ def _losses(
         for some, x in batches:
             counted = some.counted_NL.to(model.device)
             targets_B = some.tokens_NL.roll(-1, 1)[some.counted_NL].to(model.device, torch.int64)
-            clean_BV = above.logits(some.tokens_NL, x)[counted]
+            log_p_BV = log_softmax(above.logits(some.tokens_NL, x)[counted].float(), -1)
             bar.advance(len(x))
             for total, edit in zip(totals, edits, strict=True):
-                edited_BV = clean_BV
+                edited_BV = log_p_BV
                 if edit is not None:
                     edited = x.clone()
                     edited[some.keep_NL] = edit(x[some.keep_NL]).to(edited)
                     edited_BV = above.logits(some.tokens_NL, edited)[counted]
-                total += _compared(clean_BV, edited_BV, targets_B)
+                total += _compared(log_p_BV, edited_BV, targets_B)
                 bar.advance(len(x))
     return [_Loss(*row) for row in totals.tolist()]
 
 
-def _compared(clean_BV: Tensor, edited_BV: Tensor, targets_B: Tensor) -> Tensor:
-    """Return the summed cross-entropy of edited predictions and their summed KL from the clean ones, [2]."""
+def _compared(log_p_BV: Tensor, edited_BV: Tensor, targets_B: Tensor) -> Tensor:
+    """Return the summed cross-entropy of edited logits and the summed KL from clean predictions to them, [2]."""
     sums = torch.zeros(2, dtype=torch.float64)
-    for clean, edited, targets in zip(*(t.split(_ROWS) for t in (clean_BV, edited_BV, targets_B)), strict=True):
-        log_p, log_q = log_softmax(clean.float(), -1), log_softmax(edited.float(), -1)
+    for log_p, edited, targets in zip(*(t.split(_ROWS) for t in (log_p_BV, edited_BV, targets_B)), strict=True):
+        log_q = log_softmax(edited.float(), -1)
         sums[0] -= log_q.gather(1, targets[:, None]).sum(dtype=torch.float64).cpu()
-        sums[1] += kl_div(log_q, log_p, reduction="none", log_target=True).sum(dtype=torch.float64).cpu()
+        sums[1] += torch.linalg.vecdot(log_p.exp(), log_p - log_q).sum(dtype=torch.float64).cpu()
     return sums

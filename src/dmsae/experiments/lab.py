@@ -118,10 +118,10 @@ class Lab:
         results: Sequence[TrainResult],
         config: DistillConfig,
         known: Sequence[Held] = (),
-        with_losses: bool = False,
+        losses: bool | None = None,
     ) -> list[Json]:
-        """Return the figures of trained SAEs; next-token losses where a core has a price, or if asked for."""
-        measured_by = (config.attribution, config.coverage, known, config.train.device, self._progress, with_losses)
+        """Return the figures of trained SAEs; next-token losses as asked, by default where a core has a price."""
+        measured_by = (config.attribution, config.coverage, known, config.train.device, self._progress, losses)
         with self._held(*(result.directory.parent for result in results)):
             rows = rows_of(results, self.store, *measured_by)
         return [row._asdict() for row in rows]

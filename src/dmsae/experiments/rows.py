@@ -59,12 +59,16 @@ def rows_of(
     known: Sequence[Held] = (),
     device: str = "auto",
     progress: Progress = SILENT,
-    with_losses: bool = False,
+    losses: bool | None = None,
 ) -> list[Row]:
-    """Return the rows of the SAEs of a transfer, in order; the model runs where there is a price, or if asked for."""
-    measured = with_losses or prices(results, store)
-    losses = next_token_losses(results, store, device, progress) if measured else {}
-    priced = dict(prices(results, store, known, losses))
+    """Return the rows of the SAEs of a transfer, in order.
+
+    `losses`: whether to run the model for next-token losses, which take as long as a short training. None: where there
+    is a price.
+    """
+    measured = bool(prices(results, store)) if losses is None else losses
+    in_nats = next_token_losses(results, store, device, progress) if measured else {}
+    priced = dict(prices(results, store, known, in_nats))
     rows = []
     for result in results:
         figures, sae = kept_fidelity(result.directory, store), SAE.load(result.directory)
@@ -84,7 +88,7 @@ def rows_of(
                 kept_active=again[2] if again else None,
                 price=price.price if price else None,
                 price_prefix0=price.price_prefix0 if price else None,
-                loss=losses.get(result.name),
+                loss=in_nats.get(result.name),
                 price_loss=price.price_loss if price else None,
                 attribution_share=price.attribution_share if price else None,
             )

@@ -25,7 +25,7 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     carrying = _detectors(lab, seed)
     longer = replace(config, train=replace(config.train, tokens=_TRAININGS * config.train.tokens))
     free = neighbours(lab, longer, lab.first_core(config), round(carrying["l0"]))
-    rows = lab.rows(free, config, with_losses=True)
+    rows = lab.rows(free, config, losses=True)
     lacking, added = (_between(rows, carrying["l0"], name) for name in ("fve", "loss"))
     return {
         "rows": [carrying, *rows],

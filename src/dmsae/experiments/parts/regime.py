@@ -65,7 +65,7 @@ def _tried(lab: Lab, grid: Grid, regime: Regime, seed: int) -> Json:
         results = lab.transfer(transfer, core, beside)
     except ConfigError as error:  # a core that leaves no room in the budget
         return {"regime": regime.name, "seed": seed, "margin": None, "price": None, "note": str(error)}
-    rows = lab.rows(results, config, [lab.held(core, config)])
+    rows = lab.rows(results, config, [lab.held(core, config)], losses=False)  # a margin is one of variance
     prices = {row["sae"].rpartition("-k")[0]: row["price"] for row in rows if row["n_core"]}
     own = prices.pop(str(regime.core_mode), None)
     # A control without a price, or that does not fit the budget, might be the best: then there is no margin.
