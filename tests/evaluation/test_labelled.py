@@ -94,6 +94,18 @@ def test_prompts_begin_as_they_are_asked_to(model: BaseModel, tmp_path: Path) ->
     assert model.prepend_bos is None
 
 
+def test_outliers_are_left_out_of_all_tokens(model: BaseModel, tmp_path: Path) -> None:
+    texts = ["w1 w2 w3 w4", "w5 w6 w7"]
+    everything = token_activations(model, texts, max_tokens=8, cache=tmp_path)
+    norms = everything.x_BD.norm(dim=1)
+    ratio = float(norms.sort().values[-2] / norms.median()) * 1.0001
+    usual = token_activations(model.reading(None, ratio), texts, max_tokens=8, cache=tmp_path)
+    kept = norms < norms.max()
+    assert int((~kept).sum()) == 1
+    assert torch.equal(usual.x_BD, everything.x_BD[kept])
+    assert torch.equal(usual.text_B, everything.text_B[kept])
+
+
 def test_long_texts_keep_their_last_tokens(model: BaseModel) -> None:
     cut, whole = (last_token_activations(model, [text], max_tokens=3) for text in ("w1 w2 w3 w4 w5", "w3 w4 w5"))
     assert torch.equal(cut, whole)

@@ -196,13 +196,15 @@ class BaseModel:
         self.keep_mask = KeepMask.of(tokenizer)
         self.device = next(model.parameters()).device
         self.prepend_bos: bool | None = None
+        self.max_norm_ratio: float | None = None
         self._hooked = model.get_submodule(identity.hook)
         self._head = Head(model)
 
-    def reading(self, prepend_bos: bool | None) -> "BaseModel":
-        """Return the same model for prompts that begin with BOS or do not; None: as its tokenizer has it."""
+    def reading(self, prepend_bos: bool | None, max_norm_ratio: float | None = None) -> "BaseModel":
+        """Return the same model for prompts that begin with BOS or do not (None: as its tokenizer has it), of which
+        activations longer than a multiple of their median norm do not count."""
         other = copy(self)
-        other.prepend_bos = prepend_bos
+        other.prepend_bos, other.max_norm_ratio = prepend_bos, max_norm_ratio
         return other
 
     @classmethod

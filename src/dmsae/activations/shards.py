@@ -3,6 +3,7 @@
 Each shard is a function of its contexts, the model and the seed alone.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -69,9 +70,7 @@ class ShardMaker:
                 f"The activations at {self._model.identity.hook!r} are not finite with model.dtype = "
                 f"{self._model.identity.dtype}. Use float32 or bfloat16."
             )
-        chosen = torch.arange(len(norms))
-        if self._config.max_norm_ratio is not None and len(norms):
-            chosen = chosen[norms <= self._config.max_norm_ratio * norms.median()]
+        chosen = (norms <= norm_limit(norms, self._config.max_norm_ratio)).nonzero().squeeze(1)
         dropped["norm_outlier"] = len(norms) - len(chosen)
         if split is not Split.HELDOUT:
             chosen = chosen[shuffled_rows(len(chosen), self._config.seed, split, index)]
@@ -98,6 +97,11 @@ def to_stored_dtypes(shard: Shard, config: HarvestConfig) -> Shard:
             )
             stored[name] = to_stored(shard[name], dtype, name, remedy)
     return stored
+
+
+def norm_limit(norms: Tensor, max_norm_ratio: float | None) -> float:
+    """Return the norm above which an activation is an outlier among those that count, of which there may be none."""
+    return math.inf if max_norm_ratio is None or not len(norms) else float(max_norm_ratio * norms.median())
 
 
 def row_bytes(config: HarvestConfig, split: Split, d_model: int) -> int:

@@ -151,7 +151,7 @@ class _Bench:
 
     @cached_property
     def model(self) -> BaseModel:
-        """The model that the store's activations come from, loaded once, for prompts that begin as the store's text."""
+        """The model that the store's activations come from, loaded once; it reads prompts as it read that text."""
         self.store.require_text()
         model = self._load if isinstance(self._load, BaseModel) else self._load()
         self.store.model.require_same(model.identity, f"the store {self.store.key}", "the model given")
@@ -159,7 +159,9 @@ class _Bench:
             if sae.sample is not None:
                 sae.sample.require_model(model, model.identity.hook)
         request = self.store.request
-        return model.reading(request.tokens.prepend_bos if isinstance(request, HarvestRequest) else None)
+        if not isinstance(request, HarvestRequest):
+            return model
+        return model.reading(request.tokens.prepend_bos, request.max_norm_ratio)
 
     def measure(self, name: str, config: Any, candidates: Sequence[_Candidate]) -> Json:
         """Return the results of one measure; those that are kept are not measured again."""

@@ -121,7 +121,7 @@ MEASURES: dict[str, Measure] = {
         concept_removal.ConceptRemovalConfig,
         ("model", "cache"),
         (Score("scr.20", ceiling=1.0), Score("tpp.20", better="higher")),
-        version=2,
+        version=3,
     ),
     "lexical_predictability": Measure(
         "how well firing is predicted from the tokens of a latent's top examples, with no judge",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dmsae.activations.base_model import BaseModel
+from dmsae.activations.shards import norm_limit
 from dmsae.config import Json
 from dmsae.disk.files import canonical_hash
 from dmsae.errors import ModelError
@@ -56,7 +57,8 @@ def last_token_activations(
 def token_activations(
     model: BaseModel, texts: Sequence[str], max_tokens: int, cache: Path | None = None, progress: Progress = SILENT
 ) -> TokenActivations:
-    """Return x of all tokens but the first position of each text, special tokens and padding; text by text."""
+    """Return x of all tokens but the first position of each text, special tokens, padding and norm outliers; text by
+    text."""
 
     def make() -> Tensors:
         parts: dict[int, Tensor] = {}
@@ -70,8 +72,10 @@ def token_activations(
             "text": torch.arange(len(texts)).repeat_interleave(counts),
         }
 
-    kept = cached(cache, "all-tokens", _made_of(model, texts, max_tokens), make)
-    return TokenActivations(kept["x"], kept["text"])
+    found = cached(cache, "all-tokens", _made_of(model, texts, max_tokens), make)
+    norms = found["x"].norm(dim=1)
+    usual = norms <= norm_limit(norms, model.max_norm_ratio)
+    return TokenActivations(found["x"][usual], found["text"][usual])
 
 
 def tokenise(tokenizer: Any, texts: Sequence[str], max_tokens: int, prepend_bos: bool | None = None) -> list[list[int]]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from dmsae.activations.base_model import BaseModel, hidden_states, resolve_hook, with_hidden_states
+from dmsae.activations.shards import norm_limit
 from dmsae.errors import ConfigError, ModelError
 from dmsae.evaluation.subject import Dictionary
 from dmsae.interventions.intervention import Intervention, require_fitting
@@ -87,11 +88,6 @@ def require_width(sae: Dictionary, x: Tensor, hook: str) -> None:
             f"The activations at {hook} have width {x.shape[-1]}; the SAE takes {sae.config.d_model}. Choose the model "
             "and the hook that it was made from."
         )
-
-
-def norm_limit(norms: Tensor, max_norm_ratio: float | None) -> float:
-    """Return the norm above which an activation is an outlier among those that count, of which there may be none."""
-    return math.inf if max_norm_ratio is None or not len(norms) else max_norm_ratio * float(norms.median())
 
 
 class _Splice:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from dmsae.activations.base_model import BaseModel
+from dmsae.activations.shards import norm_limit
 from dmsae.config import require_whole
 from dmsae.evaluation.subject import Dictionary
-from dmsae.interventions.hooks import norm_limit, require_own_model, require_width
+from dmsae.interventions.hooks import require_own_model, require_width
 from dmsae.interventions.prompt import prompt_of
 
 
