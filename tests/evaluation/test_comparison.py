@@ -100,6 +100,13 @@ def test_two_saes_of_one_method_k_and_seed_are_refused(seed: str) -> None:
         members_of(evaluations)
 
 
+def test_scores_of_another_version_are_not_compared() -> None:
+    made = {place: evaluation({f"msae-{place}": (40.0, 0.5)}) for place in ("s0", "s1")}
+    made["s1"].measures["fidelity"]["version"] = 2
+    with pytest.raises(ConfigError, match=r"fidelity\.version is 'not known' in s0 and 2 in s1"):
+        members_of(made)
+
+
 def test_scores_of_other_settings_are_not_compared() -> None:
     evaluations = {
         place: with_measure(evaluation({f"msae-{place}": (40.0, fve)}), "splice", settings, {"kl": fve})

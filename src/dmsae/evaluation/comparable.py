@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from dmsae.config import Json
 from dmsae.errors import ConfigError
 from dmsae.evaluation.scores import Evaluation
 
@@ -32,10 +33,10 @@ def require_one_store(evaluations: Mapping[str, Evaluation]) -> None:
 
 
 def require_same_settings(evaluations: Mapping[str, Evaluation], measures: Collection[str]) -> None:
-    """Raise unless these measures ran with the same settings in every evaluation that has them."""
+    """Raise unless these measures ran in one version and with the same settings in every evaluation that has them."""
     for measure in measures:
         (first, expected), *others = (
-            (place, dict(_flat(measure, one.measures[measure]["settings"])))
+            (place, dict(_flat(measure, _settings(one.measures[measure]))))
             for place, one in evaluations.items()
             if measure in one.measures
         )
@@ -47,6 +48,11 @@ def require_same_settings(evaluations: Mapping[str, Evaluation], measures: Colle
                         f"{name} is {here!r} in {first} and {there!r} in {place}: their scores cannot be compared. "
                         "Evaluate all SAEs with the same settings, or name scores of other measures with --scores."
                     )
+
+
+def _settings(measured: Json) -> Json:
+    """Return all that the scores of a measure depend on, besides SAEs and store; old evaluations have no version."""
+    return {"version": measured.get("version", "not known"), **measured["settings"]}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -178,6 +178,7 @@ class _Bench:
         for found in self._everyone.of_each(mine):
             kept |= found
         return {
+            "version": MEASURES[name].version,
             "settings": to_dict(config),
             "seconds": sum(kept[subject]["seconds"] for subject in files),
             "results": {subject: kept[subject]["result"] for subject in files},

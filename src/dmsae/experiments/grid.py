@@ -82,10 +82,11 @@ class Grid:
         "probing",
         "absorption",
         "disentanglement",
+        "concept_removal",
         "redundancy",
         "lexical_predictability",
     )
-    """What SAEs are evaluated by, in the part `benchmark`."""
+    """What SAEs are evaluated by, in the parts `benchmark` and `worth`."""
     token_factors: tuple[float, ...] = (1.0, 2.0)
     """Lengths of training in the part `consistency`: distillations after the first, cycle 0 alone after the others."""
     repeats: int = 3
