@@ -41,15 +41,21 @@ class AboveHook:
         self._below = []
         return logits_NLV
 
+    @torch.no_grad()
+    def losses(self, tokens_NL: Tensor, x_NLD: Tensor, counted_NL: Tensor | None = None) -> Tensor:
+        """Return the losses [N, L] of `BaseModel.losses` when the hooked module's output is x."""
+        if not self._tried:
+            self.logits(tokens_NL[:1], x_NLD[:1])
+        with _all_passing_on(self._below):
+            return self._model.losses(tokens_NL, lambda x: x_NLD.to(x), counted_NL)
+
     @property
     def is_short(self) -> bool:
         """Whether the blocks below the hook are left out, as far as was tried."""
         return bool(self._below)
 
     def _run(self, tokens_NL: Tensor, x_NLD: Tensor, left_out: Sequence[nn.Module]) -> Tensor:
-        with ExitStack() as stack:
-            for block in left_out:
-                stack.enter_context(_passing_on(block))
+        with _all_passing_on(left_out):
             return self._model.logits(tokens_NL, lambda x: x_NLD.to(x))
 
 
@@ -72,6 +78,15 @@ def _single_outputs(blocks: Sequence[nn.Module]) -> Iterator[list[bool]]:
         for block in blocks:
             stack.callback(block.register_forward_hook(look).remove)
         yield single
+
+
+@contextmanager
+def _all_passing_on(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Let blocks return the hidden states that they are given, as long as this lasts."""
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(_passing_on(block))
+        yield
 
 
 @contextmanager

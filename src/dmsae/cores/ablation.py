@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from dmsae.activations.above_hook import AboveHook
 from dmsae.activations.base_model import BaseModel
 from dmsae.activations.splits import Split
 from dmsae.activations.store import Store
@@ -129,18 +130,16 @@ def _loss_changes(
 ) -> Tensor:
     """Return the change [R, N] of each context's summed loss when a latent is taken out of it, in float64."""
     W_dec_RD, f_RNL = W_dec_RD.to(model.device), f_RNL.to(model.device)
-    batches = zip(tokens_NL.split(batch), counted_NL.split(batch), strict=True)
-    clean_N = torch.cat([model.losses(some, counted_NL=counts).double().sum(1).cpu() for some, counts in batches])
+    x_NLD = torch.cat([model.activations(some).float() for some in tokens_NL.split(batch)])
+    above = AboveHook(model)  # the blocks below the hook have run, once for all latents
+    batches = zip(tokens_NL.split(batch), x_NLD.split(batch), counted_NL.split(batch), strict=True)
+    clean_N = torch.cat([above.losses(*some).double().sum(1).cpu() for some in batches])
     changes_RN = torch.zeros(f_RNL.shape[:2], dtype=torch.float64)
     jobs = (f_RNL > 0).any(2).nonzero().cpu()
     with progress.bar("ablate", len(jobs), "ctx") as bar:
         for latent, context in (some.unbind(1) for some in jobs.split(batch)):
-
-            def remove(x: Tensor, latent: Tensor = latent, context: Tensor = context) -> Tensor:
-                contribution = f_RNL[latent, context][:, :, None] * W_dec_RD[latent][:, None, :]
-                return x - contribution.to(x)
-
-            losses_J = model.losses(tokens_NL[context], remove, counted_NL[context]).double().sum(1).cpu()
+            without = x_NLD[context] - f_RNL[latent, context][:, :, None] * W_dec_RD[latent][:, None, :]
+            losses_J = above.losses(tokens_NL[context], without, counted_NL[context]).double().sum(1).cpu()
             changes_RN[latent, context] = losses_J - clean_N[context]
             bar.advance(len(latent))
     return changes_RN
