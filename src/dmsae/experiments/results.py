@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from dmsae import __version__
 from dmsae.config import Json
 from dmsae.disk.files import write_json
 from dmsae.disk.run import differences
@@ -45,7 +46,7 @@ def kept_or_run(directory: Path, part: str, seed: int, settings: Json, run: Call
     """
     if (kept := kept_result(directory, part, seed, settings)) is not None:
         return kept
-    result = _facts(part, seed, settings) | {"torch": torch.__version__, "figures": run()}
+    result = _facts(part, seed, settings) | _made_with() | {"figures": run()}
     directory.mkdir(parents=True, exist_ok=True)
     write_json(result_file(directory, part, seed), result)
     return result
@@ -64,6 +65,16 @@ def kept_result(directory: Path, part: str, seed: int, settings: Json) -> Json |
             f"{path} was made with other settings:\n  {shown}\nGive another directory, or remove the file."
         )
     return kept
+
+
+def _made_with() -> Json:
+    """Return what the last digits depend on, besides the settings."""
+    return {
+        "dmsae": __version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 def _facts(part: str, seed: int, settings: Json) -> Json:

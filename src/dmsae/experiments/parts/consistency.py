@@ -4,7 +4,8 @@ What each finds is matched one to one with what the other finds, by encoder and 
 again when both its encoder and its decoder cosine exceed 0.7. Beside it stand the prefix-0 of the two SAEs, a
 consensus, and random rows with the covariance of the activations. Each seed is a pair of its own, and so independent.
 
-Then SAEs with different seeds are trained from one core, and as many from none: does what is not frozen agree more?
+Then SAEs with different seeds are trained from the distilled detectors of one run, and as many from none: does what is
+not frozen agree more?
 """
 
 from collections.abc import Sequence
@@ -43,8 +44,8 @@ class Latents(NamedTuple):
 
     encoder_CD: Tensor
     decoder_CD: Tensor
-    fires_BC: Tensor
-    """Where each fires on held-out activations."""
+    fires_BC: Tensor | None
+    """Where each fires on held-out activations; random rows are in no SAE and fire nowhere."""
 
 
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
@@ -73,7 +74,7 @@ def _at_first(lab: Lab, grid: Grid, config: DistillConfig) -> dict[str, Latents]
     return {
         "prefix-0": latents(lab, start.sae, torch.arange(start.sae.config.prefixes[0])),
         "first core, capped": core,
-        "random rows": core._replace(encoder_CD=control.encoder_CD, decoder_CD=control.encoder_CD),
+        "random rows": Latents(control.encoder_CD, control.encoder_CD, None),
     }
 
 
@@ -111,19 +112,24 @@ def compare(one: Latents, other: Latents) -> Json:
         for a, b in ((one.encoder_CD, other.encoder_CD), (one.decoder_CD, other.decoder_CD))
     ]
     same = (cosines[0] > _SAME) & (cosines[1] > _SAME)
-    a, b = one.fires_BC[:, mine], other.fires_BC[:, theirs]
-    jaccard = (a & b).sum(0).double() / (a | b).sum(0).clamp(min=1)
-    rates = a.double().mean(0), b.double().mean(0)
-    both = rates[0] * rates[1]
-    chance = both / (rates[0] + rates[1] - both).clamp(min=1e-12)
-    return {
+    figures = {
         "sizes": [len(one.encoder_CD), len(other.encoder_CD)],
         "encoder_cosine": float(cosines[0].mean()),
         "decoder_cosine": float(cosines[1].mean()),
         "share_found": float(same.sum() / max(len(one.encoder_CD), len(other.encoder_CD))),
-        "jaccard": float(jaccard.mean()),
-        "jaccard_chance": float(chance.mean()),
     }
+    if one.fires_BC is None or other.fires_BC is None:
+        return figures
+    return figures | _overlap(one.fires_BC[:, mine], other.fires_BC[:, theirs])
+
+
+def _overlap(one_BC: Tensor, other_BC: Tensor) -> Json:
+    """Return the Jaccard index of where partners fire, and its value if both fired independently; means over them."""
+    jaccard_C = (one_BC & other_BC).sum(0).double() / (one_BC | other_BC).sum(0).clamp(min=1)
+    rates_C = one_BC.double().mean(0), other_BC.double().mean(0)
+    both_C = rates_C[0] * rates_C[1]
+    chance_C = both_C / (rates_C[0] + rates_C[1] - both_C).clamp(min=1e-12)
+    return {"jaccard": float(jaccard_C.mean()), "jaccard_chance": float(chance_C.mean())}
 
 
 def _joined(some: Latents) -> Tensor:
@@ -134,8 +140,8 @@ def _joined(some: Latents) -> Tensor:
 def _rest(lab: Lab, grid: Grid, base: DistillConfig, seed: int) -> dict[str, Json]:
     """Return how much the unfrozen prefix-0 of SAEs agrees, when they share a core and when they do not; mean over all
     pairs of them."""
-    config = replace(base, seed=seed, max_rate=grid.max_rate)
-    core = lab.first_core(config)
+    config = replace(base, seed=seed, max_rate=grid.max_rate, core_mode=CoreMode.DETECTOR)
+    core = lab.distill(config)[0].distilled
     chosen = replace(detectors(lab, config, "consistency"), random_cores=(), baselines=("msae",))
     found: dict[str, list[Latents]] = {}
     for repeat in range(grid.repeats):
