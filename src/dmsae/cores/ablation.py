@@ -8,8 +8,10 @@ same quantile rule, over contexts instead of positions, and f̃ is the same: the
 mask in the same batches.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from dmsae.activations.above_hook import AboveHook
 from dmsae.activations.base_model import BaseModel
 from dmsae.activations.splits import Split
-from dmsae.activations.store import Store
+from dmsae.activations.store import Shard, Store
 from dmsae.config import from_dict, require_whole, to_dict
 from dmsae.cores.attribution import Attribution, AttributionConfig, CandidateCodes, QuantileOver, require_match
 from dmsae.cores.quantile import LargestValues
@@ -49,6 +51,44 @@ class AblationConfig:
             require_whole("n_latents", self.n_latents, 1)
 
 
+class LossChanges(NamedTuple):
+    """What the removal of each of R latents does to the loss of each of N contexts."""
+
+    latents_R: Tensor
+    f_RNL: Tensor
+    """Their activations at every position, 0 where the store holds none."""
+    changes_RN: Tensor
+    """Of the context's summed loss, in float64."""
+    n_positions: int
+    """Positions that the store holds."""
+
+
+@torch.no_grad()
+def loss_changes(
+    sae: SAE,
+    store: Store,
+    model: BaseModel,
+    scored: Attribution,
+    config: AblationConfig,
+    split: Split,
+    progress: Progress = SILENT,
+) -> LossChanges:
+    """Return what removing candidates from the whole range of `scored` does to contexts of the pairs or held out."""
+    require_match(sae, store)
+    store.model.require_same(model.identity, f"the store {store.key}", "the model given")
+    how = from_dict(AttributionConfig, scored.facts["config"])
+    latents_R = scored.latents_P[_spread(scored.scores_P, config)]
+    tokens_NL = store.tokens(split)["tokens"]
+    order = torch.randperm(len(tokens_NL), generator=generator(config.seed, "ablation"))
+    contexts_N = order[: config.n_contexts].sort()[0]
+    f_RNL, n_positions = _codes(sae, store.batches(split, how.batch_size), latents_R, contexts_N, tokens_NL.shape)
+    counted_NL = store.counted_losses(split, model.keep_mask)[contexts_N]  # the losses that make g
+    changes_RN = _loss_changes(
+        model, tokens_NL[contexts_N], counted_NL, f_RNL, sae.W_dec[latents_R], config.batch_contexts, progress
+    )
+    return LossChanges(latents_R, f_RNL, changes_RN, n_positions)
+
+
 @torch.no_grad()
 def ablate(
     sae: SAE,
@@ -60,32 +100,23 @@ def ablate(
 ) -> Attribution:
     """Return ablation scores of candidates from the whole range of `scored`, the gradient × activation scores."""
     config = config or AblationConfig()
-    require_match(sae, store)
-    store.model.require_same(model.identity, f"the store {store.key}", "the model given")
     how = from_dict(AttributionConfig, scored.facts["config"])
-    latents_R = scored.latents_P[_spread(scored.scores_P, config)]
-    tokens_NL = store.tokens(Split.PAIRS)["tokens"]
-    order = torch.randperm(len(tokens_NL), generator=generator(config.seed, "ablation"))
-    contexts_N = order[: config.n_contexts].sort()[0]
-    f_RNL, n_positions = _codes(sae, store, latents_R, contexts_N, tokens_NL.shape, how.batch_size)
-    counted_NL = store.counted_losses(Split.PAIRS, model.keep_mask)[contexts_N]  # the losses that make g
-    changes_RN = _loss_changes(
-        model, tokens_NL[contexts_N], counted_NL, f_RNL, sae.W_dec[latents_R], config.batch_contexts, progress
-    )
-    largest = LargestValues(len(latents_R), how.quantile, len(contexts_N), changes_RN)
+    measured = loss_changes(sae, store, model, scored, config, Split.PAIRS, progress)
+    f_RNL, changes_RN, n_contexts = measured.f_RNL, measured.changes_RN, measured.f_RNL.shape[1]
+    largest = LargestValues(len(changes_RN), how.quantile, n_contexts, changes_RN)
     largest.add(changes_RN.abs())
     n_firing_R = (f_RNL > 0).any(2).sum(1)
     over_all = how.quantile_over is QuantileOver.ALL
     return Attribution(
-        latents_P=latents_R,
-        scores_P=largest.quantiles(torch.full_like(n_firing_R, len(contexts_N)) if over_all else n_firing_R),
-        firing_rates_P=(f_RNL > 0).sum((1, 2)).double() / n_positions,
-        n_positions=n_positions,
+        latents_P=measured.latents_R,
+        scores_P=largest.quantiles(torch.full_like(n_firing_R, n_contexts) if over_all else n_firing_R),
+        firing_rates_P=(f_RNL > 0).sum((1, 2)).double() / measured.n_positions,
+        n_positions=measured.n_positions,
         facts={
             "method": "ablation",
             "config": to_dict(how),
             "ablation": to_dict(config),
-            "n_contexts": len(contexts_N),
+            "n_contexts": n_contexts,
             "store": store.key,
         },
     )
@@ -102,20 +133,20 @@ def _spread(scores_P: Tensor, config: AblationConfig) -> Tensor:
 
 
 def _codes(
-    sae: SAE, store: Store, latents_R: Tensor, contexts_N: Tensor, shape: torch.Size, batch_size: int
+    sae: SAE, batches: Iterable[Shard], latents_R: Tensor, contexts_N: Tensor, shape: torch.Size
 ) -> tuple[Tensor, int]:
     """Return f̃ [R, N, L] of some latents in some contexts, and how many positions of these the store holds."""
     f_RNL = torch.zeros(len(latents_R), len(contexts_N), shape[1])
     place = torch.full((shape[0],), -1).index_put((contexts_N,), torch.arange(len(contexts_N)))
     codes, n_positions = CandidateCodes(sae), 0
-    for batch in store.batches(Split.PAIRS, batch_size):
+    for batch in batches:
         f_PB = codes(batch["x"].to(sae.W_dec))
         context = place[batch["context"].long()]
         rows = (context >= 0).nonzero().squeeze(1)
         f_RNL[:, context[rows], batch["position"][rows].long()] = f_PB[latents_R][:, rows].float().cpu()
         n_positions += len(rows)
     if not n_positions:
-        raise AttributionError(f"The {len(contexts_N)} sampled contexts have no pairs in the store. Sample more.")
+        raise AttributionError(f"The {len(contexts_N)} sampled contexts have no activations in the store. Sample more.")
     return f_RNL, n_positions
 
 

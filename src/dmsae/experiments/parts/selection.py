@@ -1,6 +1,7 @@
 """What gradient × activation buys: the latents that each rule chooses, judged by ablating them.
 
-Ablation measures how much the loss changes without a latent, in place of a first-order estimate: it is the arbiter.
+Ablation measures how much the loss changes without a latent, in place of a first-order estimate: it is the arbiter. So
+that it favours no rule, it takes other text than the scores do, and the mean over contexts instead of their quantile.
 SAEs that carry the cores of other rules are in the part `capped`.
 """
 
@@ -8,8 +9,9 @@ from dataclasses import replace
 
 import torch
 
+from dmsae.activations.splits import Split
 from dmsae.config import Json
-from dmsae.cores.ablation import AblationConfig, ablate
+from dmsae.cores.ablation import AblationConfig, loss_changes
 from dmsae.cores.attribution import Attribution
 from dmsae.cores.controls import Rule
 from dmsae.cores.ranking import spearman
@@ -27,10 +29,10 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     config = replace(lab.base, seed=seed)
     start = lab.start(config)
     model = load_model_of(lab.store.model, SILENT)
-    asked = AblationConfig(n_latents=grid.ablated, n_contexts=grid.ablation_contexts)
-    measured = ablate(start.sae, lab.store, model, start.attribution, asked)
-    effect = measured.scores_P.double()
-    scored = start.attribution.among(torch.isin(start.attribution.latents_P, measured.latents_P))
+    asked = AblationConfig(grid.ablation_contexts, grid.ablated, seed=seed)
+    measured = loss_changes(start.sae, lab.store, model, start.attribution, asked, Split.HELDOUT)
+    effect = measured.changes_RN.abs().mean(1)
+    scored = start.attribution.among(torch.isin(start.attribution.latents_P, measured.latents_R))
     rules, half = [], max(1, len(effect) // 2)
     for rule in _CRITERIA:
         ranked = _criterion(rule, scored)
