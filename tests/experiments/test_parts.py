@@ -1,7 +1,6 @@
 """The parts of experiments, whole but small: what each gives, what is kept, and that it is not run again."""
 
 import json
-import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from dmsae.config import Json
 from dmsae.cores.attribution import AttributionConfig, QuantileOver
 from dmsae.distillation.config import DistillConfig
+from dmsae.distillation.transfer import above, below
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.experiments.catalog import EXPERIMENTS, PARTS, settings_of
 from dmsae.experiments.grid import GRIDS, Preset
@@ -160,7 +160,8 @@ def test_the_benchmark_has_msae_and_sparse_cores_at_the_l0_of_dense_ones(results
     dense = [value for name, value in l0.items() if name.startswith("dense")]
     for method in ("msae", "sparse"):
         ks = [int(name.rpartition("-k")[2]) for name in l0 if name.startswith(f"{method}-")]
-        assert {math.floor(min(dense)), math.ceil(max(dense))} <= set(ks)
+        assert min(l0[name] for name in l0 if name.startswith(f"{method}-")) < min(dense)
+        assert {below(min(dense)), above(max(dense)), below(6)} <= set(ks)
 
 
 def test_saes_that_train_as_long_as_detectors_and_their_sae_are_at_their_l0(results: Path) -> None:
@@ -266,6 +267,26 @@ def test_saes_whose_k_follows_a_measured_l0_are_the_same_in_all_seeds() -> None:
     spread = over_seeds([one, other], "benchmark", ["fve"])["msae-k25"]["fve"]
     assert spread is not None
     assert (spread.mean, spread.n) == (20.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (["a-k40", "a-k45"], ["a-k45", "a-k50"], ["a-k40", "a-k45"]),
+        (["a-k33", "a-k90"], ["a-k88"], ["a-k88"]),
+        (["a-k45", "a-k50"], ["a-k46", "a-k46"], ["a-k46", "a-k46"]),
+        (["a-k16", "a-k32"], ["a-k32"], ["a-k32"]),
+    ],
+    ids=["crossing", "fewer", "twice", "left out"],
+)
+def test_saes_are_renamed_only_where_each_has_its_partner(
+    one: list[str], other: list[str], expected: list[str]
+) -> None:
+    seeds = [
+        {"part": "benchmark", "seed": seed, "figures": {"rows": [{"sae": name} for name in names]}}
+        for seed, names in enumerate((one, other))
+    ]
+    assert [row["sae"] for row in aligned(seeds)[1]["figures"]["rows"]] == expected
 
 
 def test_a_name_that_two_saes_of_a_part_have_is_not_one_sae() -> None:

@@ -67,6 +67,8 @@ BENCHMARKED = (
     ("probing", "accuracy.5"),
     ("absorption", "fraction"),
     ("disentanglement", "score"),
+    ("concept_removal", "scr.20"),
+    ("concept_removal", "tpp.20"),
 )
 PLANTED: dict[str, Json] = {
     "random-core": {
@@ -124,6 +126,8 @@ PLANTED: dict[str, Json] = {
                 ("prefix-0", 0.2),
                 ("first core, capped", 0.3),
                 ("distilled, detector", 0.5),
+                ("distilled, dense", 0.45),
+                ("random rows", 0.0),
                 ("consensus", 0.6),
                 ("the rest beside a shared core", 0.3),
                 ("the same without a core", 0.2),
@@ -135,18 +139,27 @@ PLANTED: dict[str, Json] = {
         "rows": [
             row(f"{name}-k{k}", l0=k + extra)
             for name, extra in (("dense", 2), ("sparse", 2), ("detector", 1), ("msae", 0))
-            for k in (4, 8, 16)
+            for k in (4, 8, 16, *((20,) if name == "msae" else ()))
         ],
         "scores": [
             {"sae": f"{name}-k{k}", "measure": measure, "figure": figure, "ceiling": ceiling, "score": score}
             for measure, figure in BENCHMARKED
             for ceiling in (0 if measure == "absorption" else 1,)
-            for k in (4, 8, 16)
             for name, extra, gain in (("dense", 2, 0.1), ("sparse", 2, 0.095), ("detector", 1, 0.2), ("msae", 0, 0))
+            for k in (4, 8, 16, *((20,) if name == "msae" else ()))
             for score in (0.5 + 0.01 * (k + extra) + (gain if ceiling else -gain),)
         ],
     },
-    "confirmation": {"regimes": [{"margin": 0.02}]},
+    "worth": {
+        "rows": [row("detector-k4", l0=4.1), row("random-detector-k4", l0=4.0)],
+        "scores": [
+            {"sae": f"{name}-k4", "measure": measure, "figure": figure, "ceiling": ceiling, "score": score}
+            for measure, figure in BENCHMARKED
+            for ceiling in (0 if measure == "absorption" else 1,)
+            for name, score in (("detector", 0.6 if ceiling else 0.3), ("random-detector", 0.5 if ceiling else 0.4))
+        ],
+    },
+    "confirmation": {"regimes": [{"margin": 0.02, "price": -0.01}]},
     "selection": {
         "rules": [
             {"rule": "attribution", "share_of_effect": 0.9},
@@ -155,13 +168,15 @@ PLANTED: dict[str, Json] = {
     },
 }
 EXPECTED = (
-    [0.1] * 6
-    + [0.2] * 6
+    [0.1] * 8
+    + [0.095] * 8
+    + [0.2] * 8
+    + [0.1] * 8
     + [
         0.015,
-        0.7,
         0.4,
-        0.7,
+        0.3,
+        0.3,
         0.1,
         0.3,
         0.5,
@@ -183,6 +198,9 @@ EXPECTED = (
         0.3,
         0.5,
         0.02,
+        0.01,
+        0.3,
+        0.25,
         0.3,
         0.2,
         0.3,
@@ -212,3 +230,28 @@ def test_a_random_core_that_does_not_decay_is_no_support_for_the_paper() -> None
     rows = [row(f"{source}-k4-norm-found", k=4, norm="found") for source in ("dense", "random-norm_matched-dense")]
     rising = {"dense-k4-norm-found": {"l0_core": [5, 10]}, rows[1]["sae"]: {"l0_core": [5, 9]}}
     assert claim.measure({"rows": rows, "curves": rising}) == pytest.approx(-0.8)
+
+
+def test_a_distilled_core_that_decays_too_is_no_support_for_the_paper() -> None:
+    claim = next(one for one in CLAIMS if one.part == "random-core")
+    rows = [row(f"{source}-k4-norm-found", k=4, norm="found") for source in ("dense", "random-norm_matched-dense")]
+    decaying = {"dense-k4-norm-found": {"l0_core": [10, 2]}, rows[1]["sae"]: {"l0_core": [10, 1]}}
+    assert claim.measure({"rows": rows, "curves": decaying}) == pytest.approx(-0.3)
+
+
+def test_a_k_at_which_a_distillation_collapsed_carries_nothing_over() -> None:
+    claim = next(one for one in CLAIMS if one.part == "sparsity")
+    cycles = [{"k": k, "size": 10, "kept": kept} for k, last in ((1, 2), (2, 9)) for kept in (0, last)]
+    assert claim.measure({"cycles": cycles, "failures": {"4": "It collapsed."}}) == pytest.approx(0.7)
+
+
+def test_seeds_are_not_compared_at_different_sparsities() -> None:
+    claim = next(one for one in CLAIMS if one.part == "benchmark")
+    figures = PLANTED["benchmark"]
+    within = [row for row in figures["rows"] if row["sae"] != "msae-k20"]
+    assert claim.measure(figures | {"rows": within}) is None, "the densest SAE has no neighbour above it"
+
+
+def test_seeds_that_give_no_statistic_are_counted() -> None:
+    table = verdict_table([judge(CLAIM, results(1.0, 1.1, None)), judge(CLAIM, results(1.0, 1.1, 0.9))])
+    assert [cells[-1] for cells in table.rows] == ["2 of 3", "3"]

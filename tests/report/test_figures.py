@@ -50,7 +50,7 @@ def parts(seed: int) -> dict[str, Json]:
         for figure in ("fve", "l0")
     ]
     pairs = [
-        {"what": what, "tokens": tokens, "share_found": 0.2, "jaccard": 0.3}
+        {"what": what, "tokens": tokens, "share_found": 0.2, "jaccard": 0.3, "jaccard_chance": 0.1}
         for what in ("prefix-0", "consensus")
         for tokens in (600, 1800)
     ]

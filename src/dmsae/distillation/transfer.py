@@ -156,9 +156,17 @@ def _baseline(config: TransferConfig, k: int, d_model: int, baseline: Baseline, 
 
 def unconstrained_ks(k: int, n_core: int, budget: Budget) -> list[int]:
     """Return sparsities around the L0 of SAEs with a core: about k, or between k and all of the core above it."""
-    if budget is Budget.TOTAL:
-        return [math.floor(0.9 * k) or 1, math.ceil(1.15 * k) + 1]
-    return [k, k + math.ceil(n_core / 2), k + n_core]
+    return [below(k), above(k)] if budget is Budget.TOTAL else [k, k + math.ceil(n_core / 2), k + n_core]
+
+
+def below(l0: float) -> int:
+    """Return a k whose measured L0 is certainly below one that is given, and not by far."""
+    return math.floor(0.9 * l0) or 1
+
+
+def above(l0: float) -> int:
+    """Return a k whose measured L0 is certainly above one that is given, and not by far."""
+    return math.ceil(1.15 * l0) + 1
 
 
 def _controls(config: TransferConfig, core: Core, mode: CoreMode, store: Store | None) -> dict[str, Core]:

@@ -26,7 +26,7 @@ from dmsae.sae.config import SAEConfig, SparseCore
 from dmsae.sae.sae import SAE
 from dmsae.seeds import generator
 
-_VERSION = 3
+VERSION = 3
 """Raise it when the same settings make other nulls than before: what was measured on them is then measured again."""
 _BATCH = 1024
 _DROPPED_BITS = 12
@@ -78,7 +78,7 @@ class NullMaker:
     @property
     def facts(self) -> Json:
         """What the nulls depend on, besides the SAE."""
-        return {"version": _VERSION, "store": self._store.key, "config": to_dict(self._config)}
+        return {"version": VERSION, "store": self._store.key, "config": to_dict(self._config)}
 
     def make(self, kind: NullKind) -> Dictionary:
         """Return the null of one kind."""

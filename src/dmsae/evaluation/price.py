@@ -19,7 +19,7 @@ from dmsae.errors import AttributionError
 from dmsae.evaluation.fidelity import Fidelity
 from dmsae.sae.config import SAEConfig
 
-_NEAR = 0.005
+NEAR = 0.005
 """By what share of it an L0 may miss that of the outermost point: measured L0 varies by as much between seeds."""
 
 
@@ -150,7 +150,7 @@ def _obstacle(kept: Point, unconstrained: Sequence[Point]) -> str:
     if not unconstrained:
         return "There is no unconstrained SAE to compare with. Train some without a core, at an L0 on either side."
     low, high = (extreme(point.l0 for point in unconstrained) for extreme in (min, max))
-    if low * (1 - _NEAR) <= kept.l0 <= high * (1 + _NEAR):
+    if low * (1 - NEAR) <= kept.l0 <= high * (1 + NEAR):
         return ""
     return (
         f"L0 {kept.l0:.1f} lies outside {low:.1f} … {high:.1f}, that of the unconstrained SAEs. Train one at "

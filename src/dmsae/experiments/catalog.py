@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dmsae.config import Json, to_dict
+from dmsae.evaluation import nulls
+from dmsae.evaluation.measures import MEASURES
 from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Lab
 from dmsae.experiments.parts import (
@@ -45,7 +47,7 @@ class Part(NamedTuple):
 PARTS = {
     "cycles": Part(cycles.run, ("max_rate", "cycles")),
     "tau": Part(tau.run, ("coverages",)),
-    "sparsity": Part(sparsity.run, ("k_factors", "cycles")),
+    "sparsity": Part(sparsity.run, ("k_factors", "sparsity_cycles")),
     "random-core": Part(random_core.run, ("random_k_factors", "norms", "random_token_factors")),
     "paper": Part(paper.run, ("random_cores",)),
     "longer": Part(longer.run, (), needs=("paper",)),
@@ -87,9 +89,11 @@ EXPERIMENTS = {
 
 def settings_of(part: str, lab: Lab, grid: Grid) -> Json:
     """Return all that the figures of a part depend on, besides its seed."""
+    versions = {name: MEASURES[name].version for name in grid.measures} | {"nulls": nulls.VERSION}
     return {
         "store": lab.store.key,
         "model": f"{lab.store.model.name} at {lab.store.model.hook}",
         "distill": lab.base.result_settings(),
         "grid": {name: value for name, value in to_dict(grid).items() if name in PARTS[part].varies},
+        **({"versions": versions} if "measures" in PARTS[part].varies else {}),
     }

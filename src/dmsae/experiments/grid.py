@@ -66,6 +66,8 @@ class Grid:
     """τ, in the part `tau`."""
     k_factors: tuple[float, ...] = (0.5, 1.0, 4.0)
     """Sparsities of the part `sparsity`."""
+    sparsity_cycles: int = 4
+    """Cycles at each of them."""
     norms: tuple[CoreNorm, ...] = ("unit", "found", 2.0)
     """Norms of frozen rows, in the part `random-core`."""
     random_k_factors: tuple[float, ...] = (1.0, 5.0)
@@ -118,6 +120,7 @@ GRIDS = {
         cycles=2,
         coverages=(0.5, 0.9),
         k_factors=(1.0, 2.0),
+        sparsity_cycles=2,
         norms=("found", 2.0),
         random_k_factors=(1.0,),
         random_token_factors=(1.0,),

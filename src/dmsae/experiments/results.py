@@ -98,23 +98,25 @@ def part_results(directory: Path, part: str) -> list[Json]:
 def aligned(results: Sequence[Json]) -> list[Json]:
     """Return the results of one part, with one name for the same SAE in all seeds.
 
-    Where k follows a measured L0, it may differ between seeds, and with it the name of the SAE. Such SAEs of one method
-    are taken in their order, and have the name that the first seed gives them.
+    Where k follows a measured L0, it may differ between seeds, and with it the name of the SAE. If every seed has
+    equally many SAEs of a method, they are taken in their order and have the names that the first seed gives them.
     """
-    names = [[row["sae"] for row in result["figures"].get("rows", ())] for result in results]
-    common = set.intersection(*map(set, names)) if names else set()
-    labels: dict[tuple[str, int], str] = {}
-    renamed = []
-    for result, own in zip(results, names, strict=True):
-        times: Counter[str] = Counter()
-        new = {}
-        for name in own:
-            if name not in common:
-                method = name.rpartition("-k")[0] or name
-                times[method] += 1
-                new[name] = labels.setdefault((method, times[method]), name)
-        renamed.append(result | {"figures": _renamed(result["figures"], new)})
-    return renamed
+    named = [_by_method(result["figures"]) for result in results]
+    new: list[dict[str, str]] = [{} for _ in results]
+    for method in dict.fromkeys(method for one in named for method in one):
+        of_seeds = [one.get(method, []) for one in named]
+        if len({len(names) for names in of_seeds}) == 1 and all(len(set(names)) == len(names) for names in of_seeds):
+            for renaming, names in zip(new, of_seeds, strict=True):
+                renaming.update(zip(names, of_seeds[0], strict=True))
+    return [one | {"figures": _renamed(one["figures"], names)} for one, names in zip(results, new, strict=True)]
+
+
+def _by_method(figures: Json) -> dict[str, list[str]]:
+    """Return the names of the SAEs of each method: what precedes their k."""
+    found: dict[str, list[str]] = {}
+    for row in figures.get("rows", ()):
+        found.setdefault(row["sae"].rpartition("-k")[0] or row["sae"], []).append(row["sae"])
+    return found
 
 
 def _renamed(figures: Json, new: dict[str, str]) -> Json:

@@ -65,9 +65,15 @@ def verdict_table(found: Sequence[Verdict]) -> TextTable:
     for one in found:
         span = "–" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
         estimate = "–" if one.estimate is None else f"{one.estimate:.3f}"
-        rows.append([one.claim, one.whose, one.outcome, one.statistic, estimate, span, str(len(one.seeds))])
+        rows.append([one.claim, one.whose, one.outcome, one.statistic, estimate, span, of_seeds(one)])
     header = ["claim", "whose", "verdict", "statistic; it holds above 0", "mean", "95 % interval", "seeds"]
     return TextTable("Verdicts", header, rows)
+
+
+def of_seeds(verdict: Verdict) -> str:
+    """Return how many seeds gave the statistic of a claim, and of how many if others ran without giving it."""
+    n, n_run = len(verdict.seeds), verdict.n_run
+    return str(n) if n == n_run else f"{n} of {n_run}"
 
 
 def text(spread: Spread | None, digits: int) -> str:
@@ -98,7 +104,7 @@ def _regimes(figures: Sequence[Json]) -> TextTable:
     columns = {"n_core": 0, "price": 4, "margin": 4}
     tried = [one for found in figures for one in found.get("regimes", ())]
     rows = _grouped(tried, ("regime",), columns)
-    return TextTable(": regimes", ["regime", "core", "price", "margin over the best control"], rows)
+    return TextTable(": regimes", ["regime", "core", "price", "margin over the best other core"], rows)
 
 
 def _pairs(figures: Sequence[Json]) -> TextTable:

@@ -43,6 +43,8 @@ class Verdict(NamedTuple):
     seeds: list[int]
     values: list[float]
     """The statistic of each seed."""
+    n_run: int
+    """Seeds whose part ran, with or without figures that give the statistic."""
 
 
 class Claim(NamedTuple):
@@ -75,7 +77,7 @@ def judge(claim: Claim, results: Sequence[Json]) -> Verdict:
     else:
         outcome = Outcome.HOLDS if low > claim.null else Outcome.FAILS if high < claim.null else Outcome.OPEN
     about = (claim.text, claim.whose, outcome, claim.statistic, claim.null)
-    return Verdict(*about, estimate, low, high, list(known), values)
+    return Verdict(*about, estimate, low, high, list(known), values, len(measured))
 
 
 def interval(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:

@@ -45,7 +45,6 @@ METHODS = {
     "msae": Series("MSAE", (), "msae", COLOURS[1], "s"),
     "batchtopk": Series("BatchTopK", (), "batchtopk", COLOURS[4], "^"),
     "random-norm_matched-dense": Series("random dense core", (), "", GREY, "x"),
-    "random-norm_matched-sparse": Series("random sparse core", (), "", GREY, "+"),
     "random-detector": Series("random detectors", (), "", GREY, "v"),
 }
 """SAEs of the benchmark, by their name without its k."""
@@ -131,13 +130,23 @@ def benchmark(figures: Sequence[Json]) -> "Figure":
     for axis, score in zip(axes, shown, strict=True):
         for name, series in METHODS.items():
             _curve(axis, figures, name, score, series)
-        nulls = [row["null"] for one in figures for row in one["scores"] if (row["measure"], row["figure"]) == score]
-        if known := [null for null in nulls if null is not None]:
-            axis.axhline(fmean(known), color="black", linestyle=":", linewidth=1, label="null, mean")
+        _nulls(axis, figures, score)
         axis.set_title(score[0].replace("_", " "))
         axis.set_ylabel(score[1].replace("_", " "))
         axis.set_xlabel("measured L0")
     return legend_below(figure, axes, columns=3)
+
+
+def _nulls(axis: "Axes", figures: Sequence[Json], score: tuple[str, str]) -> None:
+    """Draw the null of each SAE at the SAE's own L0."""
+    points = []
+    for one in figures:
+        l0 = {row["sae"]: row["l0"] for row in one["rows"]}
+        own = [row for row in one["scores"] if (row["measure"], row["figure"]) == score and row["null"] is not None]
+        points += [(l0[row["sae"]], row["null"]) for row in own if l0.get(row["sae"]) is not None]
+    if points:
+        x, y = zip(*points, strict=True)
+        axis.scatter(x, y, color="black", marker=".", s=7, linewidths=0, label="null")
 
 
 def _curve(axis: "Axes", figures: Sequence[Json], name: str, score: tuple[str, str], series: Series) -> None:
@@ -167,9 +176,11 @@ def consistency(figures: Sequence[Json]) -> "Figure":
     labels = {"share_found": "share that both runs have", "jaccard": "Jaccard of firing"}
     for axis, (name, label) in zip(axes, labels.items(), strict=True):
         for i, tokens in enumerate(lengths):
-            points = [(pair[name], names.index(pair["what"])) for pair in pairs if pair["tokens"] == tokens]
-            x, y = zip(*points, strict=True)
+            known = [pair for pair in pairs if pair["tokens"] == tokens and pair.get(name) is not None]
+            x, y = [pair[name] for pair in known], [names.index(pair["what"]) for pair in known]
             axis.scatter(x, y, color=COLOURS[i], s=24, label=f"{tokens:,} tokens")
+            if name == "jaccard":
+                axis.scatter([pair["jaccard_chance"] for pair in known], y, color=COLOURS[i], s=40, marker="|")
         axis.set_yticks(range(len(names)), names if axis is axes[0] else [""] * len(names))
         axis.invert_yaxis()
         axis.set_xlim(left=0)
@@ -180,7 +191,7 @@ def consistency(figures: Sequence[Json]) -> "Figure":
 
 
 def regime(figures: Sequence[Json]) -> "Figure":
-    """Return the margin of the core over the best control in every regime, in the search and when confirmed."""
+    """Return the margin of the core over the best other core in every regime, in the search and when confirmed."""
     names = list(dict.fromkeys(one["regime"] for found in figures for one in found["regimes"]))
     figure, (axis,) = panels(1, columns=1, width=6.0, height=0.4 * len(names) + 1.4)
     for i, (part, label) in enumerate((("regime", "search"), ("confirmation", "fresh seeds"))):
@@ -192,6 +203,6 @@ def regime(figures: Sequence[Json]) -> "Figure":
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
-    axis.set_xlabel("price of the best control less that of the core; above 0 the core wins")
+    axis.set_xlabel("price of the best other core less that of the core; above 0 the core wins")
     axis.set_ylabel("regime")
     return legend_below(figure, [axis], columns=2)

@@ -101,9 +101,10 @@ def random_core(figures: Sequence[Json]) -> "Figure":
             if (row["k"], str(row["norm"]), row["tokens"]) != (k, norm, tokens):
                 continue
             i, label = next((i, name) for i, (begin, name) in enumerate(names.items()) if row["sae"].startswith(begin))
-            curves = [one["curves"][row["sae"]] for one in figures if row["sae"] in one["curves"]]
-            shares = [[value / one["n_core"] for value in c["l0_core"]] for one, c in zip(figures, curves, strict=True)]
-            band(axis, curves[0]["step"], shares, COLOURS[i], label)
+            trained = [one for one in figures if row["sae"] in one["curves"]]
+            shares = [[n / one["n_core"] for n in one["curves"][row["sae"]]["l0_core"]] for one in trained]
+            steps = max((one["curves"][row["sae"]]["step"] for one in trained), key=len)
+            band(axis, steps, shares, COLOURS[i], label)
         shown = norm if norm in ("found", "unit") else f"× {norm}"
         axis.set_title(f"k = {k}, norm {shown}\n{tokens:,} activations")
         axis.set_ylim(0, 1)
@@ -154,10 +155,12 @@ CAPTIONS = {
     "as detectors have if their own training counts.",
     "price": "What it costs to keep latents, by rule, freeze and number of cycles; a point for each seed. Squares are "
     "directions, circles detectors, grey is random.",
-    "benchmark": "Every score against the measured L0; a point for each seed, lines through their means.",
+    "benchmark": "Every score against the measured L0; a point for each seed, lines through their means. Small dots: "
+    "the null of each SAE.",
     "consistency": "Latents that two independent runs both have (encoder and decoder cosine above 0.7), and how alike "
-    "matched latents fire; a point for each pair of runs.",
-    "regime": "Where a first core beats every control; a point for each seed. Fresh seeds took no part in the choice.",
+    "matched latents fire; a point for each pair of runs. Bars: what independent firing at the same rates gives.",
+    "regime": "Where a first core beats every other core; a point for each seed. Fresh seeds took no part in the "
+    "choice; the text is the same.",
     "selection": "Share of the ablation effect that falls on the half of the latents that a rule prefers; a point for "
     "each seed.",
 }

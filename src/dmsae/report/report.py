@@ -22,7 +22,7 @@ from dmsae.errors import ConfigError, DmsaeError
 from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.experiments.claims import CLAIMS
 from dmsae.experiments.results import read_results
-from dmsae.experiments.tables import tables
+from dmsae.experiments.tables import tables, verdict_table
 from dmsae.experiments.verdicts import Outcome, Verdict, verdicts
 from dmsae.progress import SILENT, Progress
 from dmsae.report.figures import CAPTIONS, draw
@@ -56,25 +56,24 @@ def _experiment(place: Path) -> list[Markup]:
     found = verdicts(results, CLAIMS)
     settings = results[0].get("settings", {})
     about = tag("p", f"{settings.get('model', '')}; store {settings.get('store', '')}", class_="soft")
-    shown = [_verdict_row(one) for one in found]
-    header = ["claim", "whose", "verdict", "statistic; it holds above 0", "mean", "95 % interval", "seeds"]
+    verdicts_shown = verdict_table(found)
+    shown = [_verdict_row(one, cells) for one, cells in zip(found, verdicts_shown.rows, strict=True)]
     with TemporaryDirectory() as scratch:
         drawn = {path.stem: path for path in draw(place / layout.RESULTS, Path(scratch)) if path.suffix == ".svg"}
         command = f"dmsae figures {place}"
         figures = [figure(path, CAPTIONS[name], command) for name, path in drawn.items()]
     figured = [tag("h3", one.title) + table(one.header, [list(row) for row in one.rows]) for one in tables(results)]
     return [
-        section(f"Verdicts: {place.name}", about, table(header, shown)),
+        section(f"Verdicts: {place.name}", about, table(verdicts_shown.header, shown)),
         section(f"Figures: {place.name}", *figures),
         section(f"Tables: {place.name}", *(Markup(one) for one in figured)),
     ]
 
 
-def _verdict_row(one: Verdict) -> list[object]:
-    span = "–" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
+def _verdict_row(one: Verdict, cells: Sequence[str]) -> list[object]:
+    """Return the cells of a verdict, with the verdict itself marked."""
     said = tag("span", one.outcome, class_=f"verdict {_CLASSES[one.outcome]}")
-    mean = "–" if one.estimate is None else f"{one.estimate:.3f}"
-    return [one.claim, one.whose, said, one.statistic, mean, span, ", ".join(map(str, one.seeds)) or "–"]
+    return [said if cell == one.outcome else cell for cell in cells]
 
 
 def _run(place: Path, cores: dict[Path, Core], n_latents: int, root: Path | None, progress: Progress) -> list[Markup]:

@@ -55,11 +55,16 @@ def panels(n: int, columns: int, width: float = 3.2, height: float = 2.5) -> "tu
 
 
 def band(axes: "Axes", x: Sequence[float], curves: Sequence[Sequence[float]], colour: str, label: str) -> None:
-    """Draw the mean of several seeds' curves, with a band from the smallest to the largest."""
-    values = np.array(curves, dtype=float)
-    axes.plot(x, values.mean(0), color=colour, label=label, linewidth=1.4)
+    """Draw the mean of several seeds' curves, with a band from the smallest to the largest.
+
+    A seed whose training ended early counts as far as it goes.
+    """
+    values = np.full((len(curves), len(x)), np.nan)
+    for row, curve in zip(values, curves, strict=True):
+        row[: len(curve)] = curve
+    axes.plot(x, np.nanmean(values, 0), color=colour, label=label, linewidth=1.4)
     if len(values) > 1:
-        axes.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
+        axes.fill_between(x, np.nanmin(values, 0), np.nanmax(values, 0), color=colour, alpha=0.15, linewidth=0)
 
 
 def legend_below(figure: "Figure", axes: "Sequence[Axes]", columns: int, title: str = "") -> "Figure":

@@ -4,7 +4,6 @@ All share data and seeds. Dense and sparse cores follow the paper (k counts the 
 at a total L0 of k. What is compared is read at the measured L0.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from dmsae.config import Json
 from dmsae.cores.controls import RandomKind
 from dmsae.cores.core import Core
 from dmsae.distillation.config import DistillConfig
-from dmsae.distillation.transfer import Budget, TransferConfig, sae_specs
+from dmsae.distillation.transfer import Budget, TransferConfig, above, below, sae_specs
 from dmsae.errors import ConfigError
 from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.evaluation.nulls import NullKind
@@ -42,16 +41,19 @@ def _paper(lab: Lab, config: DistillConfig, core: Core, ks: tuple[int, ...]) -> 
     dense = lab.transfer(replace(chosen, random_cores=(RandomKind.NORM_MATCHED,)), core)
     others = replace(chosen, core_modes=(CoreMode.SPARSE,), baselines=("msae", "batchtopk"))
     results = dense + lab.transfer(others, core)
-    if reached := {k for k in _ends(lab, dense) if k not in ks}:
+    if reached := {k for k in _around(lab, dense, min(ks)) if k not in ks}:
         results += lab.transfer(replace(others, k=tuple(sorted(reached)), baselines=("msae",)), core)
     return results
 
 
-def _ends(lab: Lab, results: Sequence[TrainResult]) -> set[int]:
-    """Return the smallest and the largest L0 of some SAEs, as sparsities to train others at."""
+def _around(lab: Lab, results: Sequence[TrainResult], smallest: int) -> set[int]:
+    """Return sparsities around the measured L0 of dense cores, and one below all: what is compared lies between them.
+
+    The L0 at inference misses k by a few per cent, so that the ends have to lie further out.
+    """
     found = [kept_fidelity(one.directory, lab.store) for one in results if one.name.startswith(str(CoreMode.DENSE))]
     l0s = [figures.l0_core + figures.l0_noncore for figures in found if figures is not None]
-    return {math.floor(min(l0s)), math.ceil(max(l0s))} if l0s else set()
+    return {below(smallest), *((below(min(l0s)), above(max(l0s))) if l0s else ())}
 
 
 def _detectors(lab: Lab, config: DistillConfig, core: Core, ks: tuple[int, ...]) -> tuple[TransferConfig | None, Json]:

@@ -14,7 +14,7 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     cycles, failures = [], {}
     for k in dict.fromkeys(scaled(lab.base.k, factor) for factor in grid.k_factors):
         try:
-            done, _ = lab.distill(replace(lab.base, seed=seed, k=k, cycles=grid.cycles))
+            done, _ = lab.distill(replace(lab.base, seed=seed, k=k, cycles=grid.sparsity_cycles))
         except TrainingError as error:  # a collapse is marked, not hidden
             failures[str(k)] = str(error)
             continue

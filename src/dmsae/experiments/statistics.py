@@ -1,0 +1,154 @@
+"""What claims are judged by: each a number that one seed's figures give, or None when they do not give it."""
+
+from statistics import fmean
+
+import torch
+
+from dmsae.config import Json
+from dmsae.cores.ranking import spearman
+from dmsae.evaluation.price import NEAR, interpolated
+
+
+def row_of(figures: Json, *beginnings: str) -> Json | None:
+    """Return the first row whose SAE's name begins in one of some ways."""
+    rows = (row for row in figures["rows"] for begin in beginnings if row["sae"].startswith(begin))
+    return next(rows, None)
+
+
+def _difference(figures: Json, figure: str, better: str, worse: str) -> float | None:
+    one, other = row_of(figures, better), row_of(figures, worse)
+    if one is None or other is None or one[figure] is None or other[figure] is None:
+        return None
+    return float(one[figure] - other[figure])
+
+
+def negative(row: Json | None, figure: str) -> float | None:
+    """Return a figure of a row with its sign changed, if there is one."""
+    return None if row is None or row.get(figure) is None else -float(row[figure])
+
+
+def price_saved(figures: Json, core: str, control: str) -> float | None:
+    return _difference(figures, "price", control, core)
+
+
+def persists(figures: Json, mode: str) -> float | None:
+    """Return the share of the first core in the last, from a selected start less from a random one."""
+    shares = {}
+    for start in ("selected", "random"):
+        cycles = [cycle for cycle in figures["cycles"] if cycle["run"] == f"{mode}-{start}"]
+        if not cycles or not cycles[0]["size"]:
+            return None
+        shares[start] = cycles[-1]["of_first"] / cycles[0]["size"]
+    return float(shares["selected"] - shares["random"])
+
+
+def _activity_kept(figures: Json, source: str, norm: object, at: Json) -> float | None:
+    """Return the share of its first L0 that a core keeps to the end of training; the first row with these settings."""
+    asked = at | {"norm": norm}
+    rows = (row for row in figures["rows"] if row["sae"].startswith(source))
+    row = next((row for row in rows if all(row[name] == value for name, value in asked.items())), None)
+    activity = figures["curves"][row["sae"]]["l0_core"] if row else []
+    return activity[-1] / activity[0] if len(activity) > 1 and activity[0] else None
+
+
+def stays_in_use(figures: Json, **at: int) -> float | None:
+    """Return how much of its first activity a core keeps, less what a random one of equal norms keeps; or what the
+    random one loses, or what the core keeps beyond a half, if that is less: one decays, the other stays."""
+    own, random = (_activity_kept(figures, source, "found", at) for source in ("dense", "random-norm_matched-dense"))
+    return min(own - random, 1 - random, own - 0.5) if own is not None and random is not None else None
+
+
+def stays_at_largest(figures: Json, setting: str) -> float | None:
+    """Return the same at the largest value of a setting, if there are several."""
+    values = sorted({row[setting] for row in figures["rows"]})
+    return stays_in_use(figures, **{setting: values[-1]}) if len(values) > 1 else None
+
+
+def longer_rows_decay(figures: Json, source: str) -> float | None:
+    """Return how much of its first activity a core keeps, less what it keeps when its rows are twice as long; or what
+    it loses then, if that is less."""
+    found, longer = (_activity_kept(figures, source, norm, {}) for norm in ("found", 2.0))
+    return min(found - longer, 1 - longer) if found is not None and longer is not None else None
+
+
+def _carry_over(figures: Json) -> dict[int, float]:
+    """Return, for each k, the share of the last core but one that the last core keeps; a collapse keeps nothing."""
+    last: dict[int, list[Json]] = {}
+    for cycle in figures["cycles"]:
+        last.setdefault(cycle["k"], []).append(cycle)
+    kept = {k: ones[-1]["kept"] / ones[-2]["size"] for k, ones in last.items() if len(ones) > 1 and ones[-2]["size"]}
+    return dict.fromkeys(map(int, figures.get("failures", ())), 0.0) | kept
+
+
+def peaks_inside(figures: Json) -> float | None:
+    carried = [share for _, share in sorted(_carry_over(figures).items())]
+    return fmean(carried[1:-1]) - max(carried[0], carried[-1]) if len(carried) > 2 else None
+
+
+def rises(figures: Json) -> float | None:
+    rows = [row for row in figures["rows"] if row["fve"] is not None]
+    coverages, explained = (torch.tensor([row[name] for row in rows]) for name in ("coverage", "fve"))
+    return spearman(coverages, explained) if len(rows) > 2 else None
+
+
+def close(figures: Json) -> float | None:
+    at = {row["coverage"]: row["fve"] for row in figures["rows"] if row["fve"] is not None}
+    return 0.01 - abs(at[1.0] - at[0.9]) if {0.9, 1.0} <= set(at) else None
+
+
+def effect(figures: Json) -> float | None:
+    share = {one["rule"]: one["share_of_effect"] for one in figures["rules"]}
+    return float(share["attribution"] - share["firing_rate"])
+
+
+def found_again(figures: Json, what: str, than: str) -> float | None:
+    """Return the share of one kind of latents that two independent runs both have, less that of another kind, after the
+    longest training that has both."""
+    shares: dict[int, dict[str, float]] = {}
+    for pair in figures["pairs"]:
+        shares.setdefault(pair["tokens"], {})[pair["what"]] = pair["share_found"]
+    both = [tokens for tokens, share in shares.items() if {what, than} <= set(share)]
+    return shares[max(both)][what] - shares[max(both)][than] if both else None
+
+
+def over_msae(figures: Json, method: str, measure: str, figure: str) -> float | None:
+    """Return how much better a score is than that of a Matryoshka SAE of the same measured L0, mean over sparsities.
+
+    None unless all of them can be compared: seeds must not differ in which.
+    """
+    ours, theirs = (_curve(figures, name, measure, figure) for name in (method, "msae"))
+    gaps = [score - at[0] for l0, score in ours if (at := _at(theirs, l0))]
+    return _sign(figures, measure, figure) * fmean(gaps) if gaps and len(gaps) == len(ours) else None
+
+
+def over_control(figures: Json, core: str, control: str, measure: str, figure: str) -> float | None:
+    """Return how much better a score of a core's SAE is than that of its control, whose measured L0 is nearly equal."""
+    ours, theirs = (_curve(figures, name, measure, figure) for name in (core, control))
+    return _sign(figures, measure, figure) * (ours[0][1] - theirs[0][1]) if ours and theirs else None
+
+
+def _sign(figures: Json, measure: str, figure: str) -> int:
+    """Return -1 for a score that is better the lower it is."""
+    named = [row for row in figures["scores"] if (row["measure"], row["figure"]) == (measure, figure)]
+    return -1 if any(row["ceiling"] == 0 for row in named) else 1
+
+
+def sparse_follows(figures: Json) -> float | None:
+    """Return 0.02 less how far the sparse core's variance explained is from the dense one's at equal measured L0."""
+    dense, sparse = (_curve(figures, name, "fidelity", "fve") for name in ("dense", "sparse"))
+    gaps = [abs(score - at[0]) for l0, score in dense if (at := _at(sparse, l0))]
+    return 0.02 - fmean(gaps) if gaps and len(gaps) == len(dense) else None
+
+
+def _curve(figures: Json, method: str, measure: str, figure: str) -> list[tuple[float, float]]:
+    """Return measured L0 and score of the SAEs of one method."""
+    l0 = {row["sae"]: row["l0"] for row in figures["rows"]}
+    found = [row for row in figures["scores"] if (row["measure"], row["figure"]) == (measure, figure)]
+    of_method = [row for row in found if row["sae"].rpartition("-k")[0] == method and row["score"] is not None]
+    return [(l0[row["sae"]], row["score"]) for row in of_method if l0.get(row["sae"]) is not None]
+
+
+def _at(points: list[tuple[float, float]], l0: float) -> tuple[float, ...]:
+    """Return what points give at an L0, or nothing outside their range."""
+    inside = points and min(points)[0] * (1 - NEAR) <= l0 <= max(points)[0] * (1 + NEAR)
+    return interpolated(l0, points) if inside else ()
