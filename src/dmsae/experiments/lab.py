@@ -67,7 +67,10 @@ class Lab:
         return results
 
     def start(self, config: DistillConfig) -> Start:
-        """Return the SAE that a distillation would have in cycle 0, with its scores."""
+        """Return the SAE that a distillation would have in cycle 0, with its scores.
+
+        It is trained here also where a recipe names a published one: seeds have to be independent.
+        """
         train = replace(config.train, seed=derive_seed(config.seed, "cycle", 0))
         (result,) = self.train([SAESpec(layout.SAE, config.sae(self.store.d_model, 0))], train)
         here = result.directory.parent

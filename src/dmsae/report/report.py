@@ -31,6 +31,10 @@ from dmsae.report.markup import Markup, table, tag
 from dmsae.report.page import figure, page, section
 from dmsae.training.result import read_result
 
+_CAUTION = (
+    "Intervals are Student's t over seeds, not corrected for the number of claims. All seeds have the same model, text "
+    "and held-out set."
+)
 _CLASSES = {Outcome.HOLDS: "holds", Outcome.FAILS: "fails", Outcome.OPEN: "open", Outcome.UNTESTED: "untested"}
 
 
@@ -64,7 +68,9 @@ def _experiment(place: Path) -> list[Markup]:
         figures = [figure(path, CAPTIONS[name], command) for name, path in drawn.items()]
     figured = [tag("h3", one.title) + table(one.header, [list(row) for row in one.rows]) for one in tables(results)]
     return [
-        section(f"Verdicts: {place.name}", about, table(verdicts_shown.header, shown)),
+        section(
+            f"Verdicts: {place.name}", about, tag("p", _CAUTION, class_="soft"), table(verdicts_shown.header, shown)
+        ),
         section(f"Figures: {place.name}", *figures),
         section(f"Tables: {place.name}", *(Markup(one) for one in figured)),
     ]

@@ -1,6 +1,7 @@
 """The results page of the documentation, made from the JSON that experiments left, and from nothing else."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 from dmsae.config import Json
@@ -14,7 +15,8 @@ _HEAD = """# Results
 
 This page is made by `make results` from the JSON files in [`results/`](results), and a test checks that it is what they
 give. Each file is one part of an experiment with one seed; [experiments](experiments.md) says what the parts are and
-how a verdict is reached. A verdict needs three seeds. Intervals are Student's t over seeds.
+how a verdict is reached. A verdict needs three seeds. Intervals are Student's t over seeds, and not corrected for the
+number of claims. All seeds have the same model, text and held-out set.
 
 In the tables of SAEs: *core*, latents kept; *L0*, active latents per token, the core included; *FVE*, held-out variance
 explained; *price*, how much FVE keeping the core costs, compared with an SAE that keeps nothing at the same L0; *loss*,
@@ -56,11 +58,13 @@ def _about(preset: str, results: list[Json]) -> str:
     settings = results[0]["settings"]
     distill = settings["distill"]
     train = distill["train"]
+    files = Counter(result.get("cpu", "not recorded") for result in results)
+    cpus = ", ".join(f"{cpu} ({n} files)" for cpu, n in sorted(files.items()))
     return (
         f"Made with `dmsae experiment all --preset {preset} --out runs/{preset}`; the parts below were run. "
         f"{settings['model']}, store `{settings['store']}`; width {distill['width']}, k {distill['k']}, "
-        f"{train['tokens']:,} activations a training run, learning rate {train['lr']:g}. torch {results[0]['torch']}, "
-        "two cores of a CPU."
+        f"{train['tokens']:,} activations a training run, learning rate {train['lr']:g}. torch {results[0]['torch']}. "
+        f"Instructions of the CPU, another kind of which changes the last digits: {cpus}."
     )
 
 
