@@ -24,7 +24,7 @@ from dmsae.evaluation.evaluate import EvaluateConfig, digest_of, evaluate, load_
 from dmsae.evaluation.measures import MEASURES, Measure, Score
 from dmsae.evaluation.nulls import NullConfig, NullKind, NullMaker
 from dmsae.evaluation.redundancy import RedundancyConfig
-from dmsae.evaluation.scores import Evaluation, as_json, look_up, part_of_the_way
+from dmsae.evaluation.scores import Evaluation, as_json, look_up, part_of_the_way, strongest
 from dmsae.evaluation.subject import Subject
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.config import SAEConfig
@@ -73,6 +73,32 @@ def run(
 ) -> Evaluation:
     saes = {name: random_sae(CONFIG, seed, 0.2) for seed, name in enumerate(names)}
     return evaluate(saes, store, out, EvaluateConfig(**{"measures": ("toy",)} | config), progress=progress)
+
+
+def test_one_sae_under_two_names_is_measured_once(store: Store, asked: list[list[str]], tmp_path: Path) -> None:
+    sae = random_sae(CONFIG, 0, 0.2)
+    done = evaluate({"a": sae, "b": sae}, store, tmp_path, EvaluateConfig(("toy",), nulls=()))
+    assert [len(names) for names in asked] == [1]
+    assert done.measures["toy"]["results"] == {"a": {"size": 5.0, "best": 9.0}, "b": {"size": 5.0, "best": 9.0}}
+
+
+@pytest.mark.parametrize(
+    ("nulls", "ceiling", "better", "expected"),
+    [
+        ((0.91, 0.87), 0.88, "", 0.91),
+        ((0.3, 0.2), 1.0, "", 0.3),
+        ((0.3, 0.2), 0.0, "", 0.2),
+        ((0.3, 0.2), None, "lower", 0.2),
+        ((0.3, 0.2), None, "higher", 0.3),
+        ((0.3, 0.2), None, "", None),
+        ((None, 0.2), 1.0, "", 0.2),
+        ((None,), 1.0, "", None),
+    ],
+)
+def test_the_null_to_beat_is_the_best_even_above_a_measured_ceiling(
+    nulls: tuple[float | None, ...], ceiling: float | None, better: str, expected: float | None
+) -> None:
+    assert strongest({str(i): null for i, null in enumerate(nulls)}, ceiling, better) == expected
 
 
 def test_every_score_stands_beside_its_nulls(asked: list[list[str]], store: Store, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Prompts of an evaluation begin as the text of the store did."""
+"""An evaluation reads prompts as the text of the store was read: how they begin, which norms are too large."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,17 +30,18 @@ def test_the_model_reads_prompts_as_the_store_s_text(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[bool | None] = []
+    seen: list[tuple[bool | None, float | None]] = []
 
     def look(
         subjects: Sequence[Subject], model: BaseModel, config: FidelityConfig, progress: Progress = SILENT
     ) -> list[Beginning]:
-        seen.append(model.prepend_bos)
+        seen.append((model.prepend_bos, model.max_norm_ratio))
         return [Beginning(0.0) for _ in subjects]
 
     monkeypatch.setitem(MEASURES, "look", Measure("", look, FidelityConfig, ("model",), (Score("with_bos"),)))
     config = tiny_config()
-    store = harvest(replace(config, tokens=replace(config.tokens, prepend_bos=wanted)), tmp_path / "stores")
+    config = replace(config, tokens=replace(config.tokens, prepend_bos=wanted), max_norm_ratio=7.0)
+    store = harvest(config, tmp_path / "stores")
     sae = random_sae(SAEConfig(store.d_model, 32, 4, (32,)), 0, 0.3)
     evaluate({"sae": sae}, store, tmp_path / "out", EvaluateConfig(measures=("look",), nulls=()))
-    assert seen == [wanted]
+    assert seen == [(wanted, 7.0)]

@@ -1,6 +1,7 @@
 """A plan is made before anything runs, from the recipe alone, and says what will not fit."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,9 @@ def test_a_mesh_that_training_would_refuse_is_refused() -> None:
         plan(*recipe, MeshConfig(data=3))
     with pytest.raises(ConfigError, match=r"distill: width = 65536; it must be a multiple of mesh\.latents \(3\)"):
         plan(*recipe, MeshConfig(latents=3))
+    few = replace(sections.harvest, train_tokens=7 * sections.harvest.shard_tokens)
+    with pytest.raises(ConfigError, match=r"mesh\.data = 8; it must be at most 7, the training shards of the store"):
+        plan(few, *recipe[1:], MeshConfig(data=8))
 
 
 @pytest.mark.usefixtures("_no_steps")
@@ -90,8 +94,9 @@ def test_ranks_of_a_cpu_count_the_gradients_of_others_that_they_add_up() -> None
 @pytest.mark.usefixtures("_no_steps")
 def test_a_data_rank_holds_only_the_shards_that_it_reads() -> None:
     sections = read_sections("demo")
-    recipe = (sections.harvest, sections.distill, sections.transfer, ModelFacts(576, 30, 134_000_000, 49_152, "known"))
-    shard = sections.harvest.shard_tokens * 576 * 2
+    harvest = replace(sections.harvest, train_tokens=8 * sections.harvest.shard_tokens)
+    recipe = (harvest, sections.distill, sections.transfer, ModelFacts(576, 30, 134_000_000, 49_152, "known"))
+    shard = harvest.shard_tokens * 576 * 2
     one, two, eight = (plan(*recipe, MeshConfig(data=n, share_memory=False)).stages[1] for n in (1, 2, 8))
     assert one.host_bytes == 2 * 4 * shard, "two blocks"
     checkpoint = (two.host_bytes or 0) - 2 * 2 * shard

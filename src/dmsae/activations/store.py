@@ -145,8 +145,8 @@ class Store:
         """Raise unless the store holds the text of its activations."""
         if not self.has_text:
             raise StoreError(
-                f"The store {self.key} holds activations without their text, because they were imported. Examples and "
-                "ablation need a store made by 'dmsae harvest'."
+                f"The store {self.key} holds activations without their text, because they were imported. What reads "
+                "text or runs the model on it needs a store made by 'dmsae harvest'."
             )
 
     def shards(self, split: Split) -> list[FileRecord]:

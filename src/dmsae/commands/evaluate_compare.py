@@ -49,6 +49,8 @@ def evaluate_compare(
     if apart:
         printed.print(f"\nDifference from {baseline}, seed by seed:", style="bold")
         _print_differences(apart)
+    elif len(methods) > 1:
+        printed.print(f"\nNo seed of another method is also one of {baseline}: no differences seed by seed.")
     if l0:
         printed.print("\nAt the same measured L0:", style="bold")
         _print_curves(points)

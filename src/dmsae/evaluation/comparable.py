@@ -46,7 +46,8 @@ def require_same_settings(evaluations: Mapping[str, Evaluation], measures: Colle
                 if here != there and name not in NO_MATTER:
                     raise ConfigError(
                         f"{name} is {here!r} in {first} and {there!r} in {place}: their scores cannot be compared. "
-                        "Evaluate all SAEs with the same settings, or name scores of other measures with --scores."
+                        "Evaluate all SAEs again with the same settings, or name scores of other measures with "
+                        "--scores."
                     )
 
 

@@ -169,9 +169,10 @@ class _Bench:
         files = {one.name: self._file(name, MEASURES[name], config, one) for one in candidates}
         kept: dict[str, Json] = {}
         if self._everyone.rank == 0:
-            kept = {subject: found for subject, file in files.items() if (found := _kept(file)) is not None}
+            kept = {file: found for file in files.values() if (found := _kept(self._directory / file)) is not None}
         kept = self._everyone.of_first(kept)
-        missing = [one for one in candidates if one.name not in kept]
+        # The same SAE under two names is measured once: no two ranks write one file.
+        missing = list({files[one.name]: one for one in candidates if files[one.name] not in kept}.values())
         mine: dict[str, Json] = {}
         with settled(self._everyone):
             mine = self._measured(MEASURES[name], config, missing[self._everyone.rank :: self._everyone.size], files)
@@ -180,14 +181,14 @@ class _Bench:
         return {
             "version": MEASURES[name].version,
             "settings": to_dict(config),
-            "seconds": sum(kept[subject]["seconds"] for subject in files),
-            "results": {subject: kept[subject]["result"] for subject in files},
+            "seconds": sum(kept[file]["seconds"] for file in dict.fromkeys(files.values())),
+            "results": {subject: kept[file]["result"] for subject, file in files.items()},
         }
 
     def _measured(
-        self, measure: Measure, config: Any, candidates: Sequence[_Candidate], files: Mapping[str, Path]
+        self, measure: Measure, config: Any, candidates: Sequence[_Candidate], files: Mapping[str, str]
     ) -> dict[str, Json]:
-        """Return the results of some candidates by name, each kept in its file as soon as it is there."""
+        """Return the results of some candidates by file, in which each is kept as soon as it is there."""
         measured: dict[str, Json] = {}
         for some in (candidates[start : start + _AT_ONCE] for start in range(0, len(candidates), _AT_ONCE)):
             given = {what: getattr(self, what) for what in measure.takes}
@@ -196,8 +197,8 @@ class _Bench:
             results = measure.function(subjects, **given, config=config, progress=self._progress)
             seconds = (time.monotonic() - started) / len(some)
             for one, result in zip(some, results, strict=True):
-                measured[one.name] = {"result": as_json(result), "seconds": seconds}
-                write_sealed(files[one.name], measured[one.name])
+                measured[files[one.name]] = {"result": as_json(result), "seconds": seconds}
+                write_sealed(self._directory / files[one.name], measured[files[one.name]])
         return measured
 
     def _made(self, candidates: Sequence[_Candidate]) -> list[Subject]:
@@ -207,12 +208,12 @@ class _Bench:
                 bar.advance(1, one.subject.null_kind)
         return [one.subject for one in candidates]
 
-    def _file(self, name: str, measure: Measure, config: Any, candidate: _Candidate) -> Path:
-        """Return where the result of a candidate is kept: its name is a hash of all that it depends on."""
+    def _file(self, name: str, measure: Measure, config: Any, candidate: _Candidate) -> str:
+        """Return the name of the file that keeps the result of a candidate: a hash of all that it depends on."""
         made_from = [name, measure.version, to_dict(config), candidate.facts["digest"]]
         if {"store", "model"} & set(measure.takes):
             made_from.append(self.store.key)
-        return self._directory / f"{name}-{canonical_hash(made_from)[:16]}.json"
+        return f"{name}-{canonical_hash(made_from)[:16]}.json"
 
 
 def _kept(file: Path) -> Json | None:

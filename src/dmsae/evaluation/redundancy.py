@@ -5,7 +5,6 @@ Decoder rows that are nearly parallel share one feature. Rows that are sums of f
 them. Random directions have neighbours too: beside the mean largest cosine stands what chance gives.
 """
 
-import hashlib
 import math
 import tempfile
 from collections.abc import Sequence
@@ -77,18 +76,11 @@ class RedundancyResult(NamedTuple):
 def redundancy(
     subjects: Sequence[Subject], config: RedundancyConfig, progress: Progress = SILENT
 ) -> list[RedundancyResult]:
-    """Return how alike the decoder rows of each subject are; no activations are needed.
-
-    Subjects with the same rows, in whatever order, have the same figures, which are computed once.
-    """
-    results, known = [], dict[str, RedundancyResult]()
+    """Return how alike the decoder rows of each subject are. No activations are needed; order does not matter."""
+    results = []
     with progress.bar("redundancy", len(subjects), "dictionaries") as bar:
         for subject in subjects:
-            rows_KD = _in_order(subject.dictionary.W_dec.detach().float().cpu())
-            digest = hashlib.sha256(rows_KD.numpy().tobytes()).hexdigest()
-            if digest not in known:
-                known[digest] = _redundancy(rows_KD, config)
-            results.append(known[digest])
+            results.append(_redundancy(_in_order(subject.dictionary.W_dec.detach().float().cpu()), config))
             bar.advance(1)
     return results
 

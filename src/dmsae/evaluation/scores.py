@@ -127,10 +127,11 @@ def _ceiling(score: Score, result: Json) -> float | None:
 
 
 def strongest(nulls: Mapping[str, float | None], ceiling: float | None, better: str = "") -> float | None:
-    """Return the null that is hardest to beat: the nearest to the ceiling, else the best; None if nothing is better."""
+    """Return the null that is hardest to beat; None if no score is better than another.
+
+    Unless it is said, lower is better where the ceiling is 0. A null may lie above a ceiling that is itself measured.
+    """
     known = [null for null in nulls.values() if null is not None]
     if not known or (ceiling is None and not better):
         return None
-    if ceiling is not None:
-        return min(known, key=lambda null: abs(ceiling - null))
-    return max(known) if better == "higher" else min(known)
+    return min(known) if better == "lower" or (not better and ceiling == 0) else max(known)

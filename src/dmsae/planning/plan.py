@@ -1,5 +1,6 @@
 """What a recipe needs at each stage, before it starts: memory, disk, traffic between ranks, hours."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -64,8 +65,9 @@ def plan(
     `available` is the memory of each device, by which the SAEs of a transfer are spread over passes. `harvest_seconds`
     are from a measured dry run. Hours are those of one device like this one, divided by the ranks.
     """
-    require_fits(mesh, distill.train.batch_size, {"distill": distill.width})
-    require_fits(mesh, transfer.train.batch_size, {"transfer": transfer.width})
+    n_shards = math.ceil(harvest.train_tokens / harvest.shard_tokens)
+    require_fits(mesh, distill.train.batch_size, {"distill": distill.width}, n_shards)
+    require_fits(mesh, transfer.train.batch_size, {"transfer": transfer.width}, n_shards)
     if available is not None:  # on GPUs: their ranks share no memory
         mesh = replace(mesh, share_memory=False)
     shards = -(-MIX_SHARDS // mesh.data)  # of a block, those that a rank reads
@@ -124,7 +126,7 @@ def _training(
 ) -> Stage:
     steps = train.schedule().steps
     total = steps * sum(seconds_by_k(saes, train.batch_size // mesh.data, device)) / mesh.latents
-    wire = batch_bytes(train.batch_size, saes[0].d_model, mesh.data) + max(
+    wire = batch_bytes(train.batch_size, saes[0].d_model, mesh.data, MIX_SHARDS) + max(
         step_bytes(train.batch_size, sae.d_model, sae.width, len(sae.prefixes), mesh.data, mesh.latents) for sae in saes
     )
     disk = sum(map(saved_bytes, saes))

@@ -29,6 +29,7 @@ Not exact to the last entry: of *equal* positive activations at the cut of the a
 keeps those that `torch.topk` happens to keep, a mesh those of the lower rank.
 """
 
+import math
 from typing import NamedTuple
 
 from dmsae.ranks import ONE, Axis
@@ -54,9 +55,13 @@ ALONE = Comms(ONE, ONE, ONE)
 """One process."""
 
 
-def batch_bytes(n_tokens: int, d_model: int, n_data: int) -> int:
-    """Return how much one rank sends for a batch of which each data rank has read some rows, around a ring."""
-    return round(4 * n_tokens * d_model * (n_data - 1) / n_data)
+def batch_bytes(n_tokens: int, d_model: int, n_data: int, n_mixed: int) -> int:
+    """Return how much one rank sends for a batch whose rows are of `n_mixed` shards, read by different data ranks.
+
+    All send as many rows as the one with most shards has, around a ring.
+    """
+    most = math.ceil(n_mixed / n_data) / n_mixed
+    return round(4 * n_tokens * most * d_model * (n_data - 1))
 
 
 def step_bytes(n_tokens: int, d_model: int, width: int, n_prefixes: int, n_data: int, n_latents: int) -> int:

