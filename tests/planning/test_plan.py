@@ -146,6 +146,7 @@ def test_the_command_shows_every_stage(
         f"""
         [harvest]
         train_tokens = 256
+        shard_tokens = 128
         heldout_tokens = 64
         pair_tokens = 64
         [harvest.model]
