@@ -13,6 +13,7 @@ ROOT = Path(dmsae.__file__).parent
 FLOW = (
     # what every stage uses
     "errors",
+    "own_code",
     "ranks",
     "seeds",
     "config",

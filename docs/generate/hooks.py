@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site: pages made from the code, from the README and from the notebooks."""
+"""What MkDocs calls while it builds the site: pages made from the code and from the notebooks."""
 
 import sys
 from pathlib import Path
@@ -10,9 +10,9 @@ from mkdocs.structure.files import File, Files
 sys.path.insert(0, str(Path(__file__).parent))
 
 from notebooks import read_notebook, to_markdown
-from pages import api_page, benchmarks_page, cli_page
+from pages import api_page, cli_page
 
-_GENERATED = {"reference/cli.md": cli_page, "reference/api.md": api_page, "benchmarks.md": benchmarks_page}
+_GENERATED = {"reference/cli.md": cli_page, "reference/api.md": api_page}
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:

@@ -1,17 +1,15 @@
-"""Pages of the site that are not written by hand: commands, public names, and the figures that the README has."""
+"""Pages of the site that are not written by hand: commands and public names."""
 
 import io
 import os
 import re
 from contextlib import redirect_stdout
 from importlib import import_module
-from pathlib import Path
 from unittest import mock
 
 import dmsae
 from dmsae.cli import ENTRIES, main
 
-_ROOT = Path(__file__).parents[2]
 _COLUMNS = "92"
 _STAGES = {
     "activations": "Models, stores and activations",
@@ -94,23 +92,3 @@ def api_page() -> str:
 
 def _documented(name: str, home: str) -> str:
     return f"::: {home}.{name}\n    options:\n      heading: dmsae.{name}\n      toc_label: {name}"
-
-
-def benchmarks_page() -> str:
-    """Return the page of measured figures: what the README says of them, so that there is one place to change."""
-    sections = [
-        "# Benchmarks\n\nThese figures are the README's. Most are ratios of two things, measured in turns in one "
-        "process: a time by itself says more about a machine than about code.",
-        section("Measured"),
-        section("What has been run, and what has not"),
-    ]
-    return "\n\n".join(sections) + "\n"
-
-
-def section(title: str) -> str:
-    """Return a section of the README, its heading included, with links that work from the site."""
-    readme = (_ROOT / "README.md").read_text(encoding="utf8")
-    found = re.search(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", readme, flags=re.MULTILINE | re.DOTALL)
-    if found is None:
-        raise AssertionError(f"README.md has no section {title!r}")
-    return found[0].replace("](docs/", "](").strip()

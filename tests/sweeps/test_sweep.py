@@ -17,6 +17,7 @@ from dmsae.errors import BusyError, CheckpointError, SweepError
 from dmsae.sweeps.engines import LocalProcesses, ThisProcess
 from dmsae.sweeps.job import Job, JobState, JobStatus, job_directory, last_lines, read_board, was_done, write_status
 from dmsae.sweeps.sweep import make_engine, run_jobs
+from dmsae.sweeps.work import Work
 
 TESTS = Path(__file__).parents[1]
 
@@ -59,6 +60,19 @@ def test_processes_share_the_cores_and_one_that_fails_stops_no_other(tmp_path: P
     assert any(warning.startswith("killed: ended without a word") for warning in told.warnings)
     assert was_done(tmp_path / "run", "good", {"k": 1})
     assert not was_done(tmp_path / "run", "good", {"k": 2})
+
+
+def test_a_job_of_other_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changes while a sweep runs would have its later jobs read settings that earlier code wrote."""
+    (tmp_path / "job").mkdir()
+    made = Work(Job("late", partial(work.leave, tmp_path / "left"), {}), tmp_path / "job", tmp_path)
+    monkeypatch.setattr("dmsae.sweeps.work.code_digest", lambda: "other code")
+    with pytest.raises(SweepError, match="dmsae has changed since the sweep was started. Run the same command again"):
+        made()
+    assert not (tmp_path / "left").exists()
+    assert last_lines(tmp_path / "job", 1) == [
+        "error: dmsae has changed since the sweep was started. Run the same command again."
+    ]
 
 
 def test_in_this_process_jobs_run_in_order_and_are_not_run_again(tmp_path: Path) -> None:

@@ -7,14 +7,15 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dmsae.disk import layout
 from dmsae.disk.files import append_text, exclusive_lock
-from dmsae.errors import DmsaeError
+from dmsae.errors import DmsaeError, SweepError
+from dmsae.own_code import code_digest
 from dmsae.progress import SILENT, Progress
 from dmsae.sweeps.job import Job, begun, ended, write_status
 
@@ -50,12 +51,15 @@ class Work:
     """How many threads torch uses. None: as many as it likes."""
     gpus: str | None = None
     """Which GPUs it sees. None: what the engine says."""
+    code: str = field(default_factory=code_digest)
+    """The code that made it: other code may read its settings wrongly."""
 
     def __call__(self) -> None:
         with chdir(self.at), _printing_to(self.directory / layout.LOG), _stoppable():
             self._take_share()
             try:
-                attempt(self.job, self.directory, _Printed())
+                same = self.code == code_digest()
+                attempt(self.job if same else self.job._replace(call=_refuse), self.directory, _Printed())
             except KeyboardInterrupt:
                 append_text(self.directory / layout.LOG, "Interrupted. What was finished is kept.\n")
                 raise SystemExit(130) from None
@@ -74,6 +78,10 @@ class Work:
             os.environ["OMP_NUM_THREADS"] = str(self.n_threads)
             if "torch" in sys.modules:  # it came with what was unpickled; imported later, it reads the variable
                 sys.modules["torch"].set_num_threads(self.n_threads)
+
+
+def _refuse() -> None:
+    raise SweepError("dmsae has changed since the sweep was started. Run the same command again.")
 
 
 class _Printed:

@@ -8,7 +8,6 @@ closes its connections, and every other then ends with a `LostRankError`; one th
 the run resumes from its last checkpoint.
 """
 
-import hashlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,7 +16,6 @@ from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +27,7 @@ from dmsae.config import Json, require, require_whole
 from dmsae.devices import training_device
 from dmsae.disk.run import differences
 from dmsae.errors import ConfigError, DmsaeError, LostRankError, MeshError, first_line
+from dmsae.own_code import code_digest
 from dmsae.ranks import Axis
 from dmsae.sae.comms import ALONE, Comms
 from dmsae.training.shared_memory import add_up_, shared_among
@@ -267,12 +266,8 @@ def require_same(facts: Json, everyone: Axis) -> None:
 
 def _code() -> Json:
     """Return what the numbers of a training depend on besides its settings: versions, and a hash of our own code."""
-    package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     python = ".".join(map(str, sys.version_info[:2]))
-    return {"dmsae": version("dmsae"), "sha256": digest.hexdigest(), "torch": torch.__version__, "python": python}
+    return {"dmsae": version("dmsae"), "sha256": code_digest(), "torch": torch.__version__, "python": python}
 
 
 @contextmanager
