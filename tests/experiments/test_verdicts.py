@@ -120,7 +120,14 @@ PLANTED: dict[str, Json] = {
     },
     "consistency": {
         "pairs": [
-            {"what": what, "tokens": tokens, "share_found": share if tokens == 20 else 0.0}
+            {
+                "what": what,
+                "tokens": tokens,
+                "sizes": [4, 4],
+                "share_found": share if tokens == 20 else 0.0,
+                "encoder_cosine": share + 0.1,
+                "decoder_cosine": share - 0.1,
+            }
             for tokens in (10, 20, 40)
             for what, share in (
                 ("prefix-0", 0.2),
@@ -205,6 +212,8 @@ EXPECTED = (
         0.2,
         0.3,
         0.4,
+        0.1,
+        0.3,
         0.1,
     ]
 )

@@ -7,6 +7,7 @@ from dmsae.experiments.statistics import (
     effect,
     found_again,
     longer_rows_decay,
+    more_alike,
     negative,
     over_control,
     over_msae,
@@ -300,5 +301,19 @@ CLAIMS = (
         "consistency",
         "share of prefix-0 latents that both SAEs have, with a shared core less without",
         lambda figures: found_again(figures, "the rest beside a shared core", "the same without a core"),
+    ),
+    Claim(
+        "First cores of independent runs are more alike than random rows with the covariance of the activations.",
+        OURS,
+        "consistency",
+        "mean encoder and decoder cosine of matched latents, first core under a cap on firing rates less random rows",
+        lambda figures: more_alike(figures, "first core, capped", "random rows"),
+    ),
+    Claim(
+        "The unfrozen latents of two SAEs are more alike when the SAEs share a core than when they have none.",
+        OURS,
+        "consistency",
+        "mean encoder and decoder cosine of matched prefix-0 latents, with a shared core less without",
+        lambda figures: more_alike(figures, "the rest beside a shared core", "the same without a core"),
     ),
 )

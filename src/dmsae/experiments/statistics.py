@@ -102,13 +102,27 @@ def effect(figures: Json) -> float | None:
 
 
 def found_again(figures: Json, what: str, than: str) -> float | None:
-    """Return the share of one kind of latents that two independent runs both have, less that of another kind, after the
-    longest training that has both."""
-    shares: dict[int, dict[str, float]] = {}
+    """Return the share of one kind of latents that two independent runs both have, less that of another kind."""
+    pairs = _after_longest(figures, what, than)
+    return pairs[0]["share_found"] - pairs[1]["share_found"] if pairs else None
+
+
+def more_alike(figures: Json, what: str, than: str) -> float | None:
+    """Return the mean cosine of matched latents of two independent runs, less that of another kind of equal number."""
+    pairs = _after_longest(figures, what, than)
+    if pairs is None or pairs[0]["sizes"] != pairs[1]["sizes"]:  # among more, each finds a closer partner
+        return None
+    one, other = (fmean((pair["encoder_cosine"], pair["decoder_cosine"])) for pair in pairs)
+    return one - other
+
+
+def _after_longest(figures: Json, what: str, than: str) -> tuple[Json, Json] | None:
+    """Return the pairs of two kinds after the longest training that has both."""
+    pairs: dict[int, dict[str, Json]] = {}
     for pair in figures["pairs"]:
-        shares.setdefault(pair["tokens"], {})[pair["what"]] = pair["share_found"]
-    both = [tokens for tokens, share in shares.items() if {what, than} <= set(share)]
-    return shares[max(both)][what] - shares[max(both)][than] if both else None
+        pairs.setdefault(pair["tokens"], {})[pair["what"]] = pair
+    both = [tokens for tokens, of_kind in pairs.items() if {what, than} <= set(of_kind)]
+    return (pairs[max(both)][what], pairs[max(both)][than]) if both else None
 
 
 def over_msae(figures: Json, method: str, measure: str, figure: str) -> float | None:
