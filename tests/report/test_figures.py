@@ -49,9 +49,9 @@ def parts(seed: int) -> dict[str, Json]:
         for row in measured
         for figure in ("fve", "l0")
     ]
-    pairs = [
-        {"what": what, "tokens": tokens, "share_found": 0.2, "jaccard": 0.3, "jaccard_chance": 0.1}
-        for what in ("prefix-0", "consensus")
+    pairs: list[Json] = [
+        {"what": what, "tokens": tokens, "share_found": 0.2, "encoder_cosine": 0.4, "decoder_cosine": 0.3, **firing}
+        for what, firing in (("prefix-0", {"jaccard": 0.3, "jaccard_chance": 0.1}), ("random rows", {}))
         for tokens in (600, 1800)
     ]
     return {

@@ -1,6 +1,6 @@
 """Figures that compare SAEs and cores with controls; all that they read is the JSON of the parts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -168,26 +168,38 @@ def _curve(axis: "Axes", figures: Sequence[Json], name: str, score: tuple[str, s
 
 
 def consistency(figures: Sequence[Json]) -> "Figure":
-    """Return how many latents two independent runs both have, by how they were chosen and how long they trained."""
+    """Return how alike the latents of two independent runs are, by how they were chosen and how long they trained."""
     pairs = [pair for one in figures for pair in one["pairs"]]
-    lengths = sorted({pair["tokens"] for pair in pairs})
     names = list(dict.fromkeys(pair["what"] for pair in pairs))
-    figure, axes = panels(2, columns=2, width=4.2, height=0.32 * len(names) + 1.4)
-    labels = {"share_found": "share that both runs have", "jaccard": "Jaccard of firing"}
-    for axis, (name, label) in zip(axes, labels.items(), strict=True):
-        for i, tokens in enumerate(lengths):
-            known = [pair for pair in pairs if pair["tokens"] == tokens and pair.get(name) is not None]
-            x, y = [pair[name] for pair in known], [names.index(pair["what"]) for pair in known]
-            axis.scatter(x, y, color=COLOURS[i], s=24, label=f"{tokens:,} tokens")
-            if name == "jaccard":
-                axis.scatter([pair["jaccard_chance"] for pair in known], y, color=COLOURS[i], s=40, marker="|")
+    lengths = {tokens: COLOURS[i] for i, tokens in enumerate(sorted({pair["tokens"] for pair in pairs}))}
+    figure, axes = panels(3, columns=3, width=3.2, height=0.32 * len(names) + 1.4)
+    for axis, (label, value, chance) in zip(axes, _ALIKE, strict=True):
+        for tokens, colour in lengths.items():
+            known = [(pair, x) for pair in pairs if pair["tokens"] == tokens and (x := value(pair)) is not None]
+            places = [names.index(pair["what"]) for pair, _ in known]
+            axis.scatter([x for _, x in known], places, color=colour, s=24, label=f"{tokens:,} tokens")
+            if chance:
+                axis.scatter([pair[chance] for pair, _ in known], places, color=colour, s=40, marker="|")
         axis.set_yticks(range(len(names)), names if axis is axes[0] else [""] * len(names))
         axis.invert_yaxis()
-        axis.set_xlim(left=0)
+        axis.axvline(0, color="black", linewidth=0.5)
         axis.set_xlabel(label)
     axes[0].set_ylabel("latents compared")
-    axes[1].set_ylabel("the same")
+    for axis in axes[1:]:
+        axis.set_ylabel("the same")
     return legend_below(figure, axes, columns=len(lengths))
+
+
+def _cosine(pair: Json) -> float:
+    return fmean((pair["encoder_cosine"], pair["decoder_cosine"]))
+
+
+_ALIKE: tuple[tuple[str, Callable[[Json], float | None], str], ...] = (
+    ("share that both runs have", lambda pair: pair["share_found"], ""),
+    ("cosine of partners,\nmean of encoder and decoder", _cosine, ""),
+    ("Jaccard of firing", lambda pair: pair.get("jaccard"), "jaccard_chance"),
+)
+"""How alike latents are: what it is called, and where the figure and its value by chance are."""
 
 
 def regime(figures: Sequence[Json]) -> "Figure":
