@@ -138,7 +138,7 @@ def benchmark(figures: Sequence[Json]) -> "Figure":
 
 
 def _nulls(axis: "Axes", figures: Sequence[Json], score: tuple[str, str]) -> None:
-    """Draw the null of each SAE at the SAE's own L0."""
+    """Draw the nulls that there are, each at the L0 of its SAE."""
     points = []
     for one in figures:
         l0 = {row["sae"]: row["l0"] for row in one["rows"]}

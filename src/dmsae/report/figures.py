@@ -156,10 +156,10 @@ CAPTIONS = {
     "price": "What it costs to keep latents, by rule, freeze and number of cycles; a point for each seed. Squares are "
     "directions, circles detectors, grey is random.",
     "benchmark": "Every score against the measured L0; a point for each seed, lines through their means. Small dots: "
-    "the null of each SAE.",
+    "nulls of MSAE.",
     "consistency": "Latents that two independent runs both have (encoder and decoder cosine above 0.7), how alike "
-    "matched latents are, and how alike they fire; a point for each pair of runs. Bars: what independent firing at the same "
-    "rates gives. Among more latents each finds a closer partner.",
+    "matched latents are, and how alike they fire; a point for each pair of runs. Bars: what independent firing at "
+    "the same rates gives. Among more latents each finds a closer partner.",
     "regime": "Where a first core beats every other core; a point for each seed. Fresh seeds took no part in the "
     "choice; the text is the same.",
     "selection": "Share of the ablation effect that falls on the half of the latents that a rule prefers; a point for "

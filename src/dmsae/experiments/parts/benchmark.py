@@ -31,8 +31,14 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     chosen, left_out = _detectors(lab, config, detectors.distilled, ks)
     if chosen:
         results += lab.transfer(chosen, detectors.distilled)
-    scores = lab.scores(results, grid.measures, (NullKind.RANDOM_ENCODER,))
-    return {"rows": lab.rows(results, config), "scores": scores, "left_out": left_out}
+    return {"rows": lab.rows(results, config), "scores": _scores(lab, grid, results), "left_out": left_out}
+
+
+def _scores(lab: Lab, grid: Grid, results: Sequence[TrainResult]) -> list[Json]:
+    """Return the scores of all SAEs. Nulls depend on little but L0, which those of Matryoshka SAEs cover."""
+    msae = [one for one in results if one.name.startswith("msae-")]
+    others = [one for one in results if one not in msae]
+    return lab.scores(msae, grid.measures, (NullKind.RANDOM_ENCODER,)) + lab.scores(others, grid.measures, ())
 
 
 def _paper(lab: Lab, config: DistillConfig, core: Core, ks: tuple[int, ...]) -> list[TrainResult]:
