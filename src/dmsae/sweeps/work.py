@@ -57,6 +57,7 @@ class Work:
     def __call__(self) -> None:
         with chdir(self.at), _printing_to(self.directory / layout.LOG), _stoppable():
             self._take_share()
+            _Printed().note(f"{self.job.name} begins.")  # below what an earlier attempt may have left
             try:
                 same = self.code == code_digest()
                 attempt(self.job if same else self.job._replace(call=_refuse), self.directory, _Printed())
