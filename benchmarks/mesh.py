@@ -4,9 +4,9 @@ The mesh splits batches (2 × 1) or latents (1 × 2), over gloo; batches once wi
 ranks on one machine do, and once with all of them sent, as between machines. One process and mesh take turns, and the
 ratio of their throughputs is the median over turns: 1 is as fast as one process. *Wire* is what one rank sends in a
 step, from the counters of the loopback device (so other traffic on it counts too, and the headers of packets), beside
-what the design says (`dmsae.sae.comms.step_bytes`) of ranks that share no memory. *Memory* is the peak of the largest
+what the design says (`step_bytes` and `batch_bytes`) of ranks that share no memory. *Memory* is the peak of the largest
 rank above what it needed for its imports and the data, as a share of that of one process. The step is
-`Learner.advance`; data as in `step.py`, none dead.
+`Learner.advance` on the next batch of a stream whose data ranks exchange rows; data as in `step.py`, none dead.
 
     python benchmarks/mesh.py [--turns 9] [--width 16384] [--d-model 576] [--batch 2048] [--k 40 320]
 """
@@ -26,7 +26,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dmsae.sae.comms import ALONE, Comms, step_bytes
+from dmsae.activations.sources import MIX_SHARDS, WHOLE, Shards, Share
+from dmsae.activations.stream import ActivationStream
+from dmsae.config import Json
+from dmsae.sae.comms import ALONE, Comms, batch_bytes, step_bytes
 from dmsae.sae.config import SAEConfig, matryoshka_nesting
 from dmsae.sae.variance import variance
 from dmsae.training.config import TrainConfig
@@ -34,7 +37,7 @@ from dmsae.training.learner import Learner, SAESpec
 from dmsae.training.mesh import MeshConfig, place
 
 MESHES = (MeshConfig(2, 1), MeshConfig(2, 1, share_memory=False), MeshConfig(1, 2))
-N_BATCHES = 4
+N_BATCHES = MIX_SHARDS
 STEPS_PER_TURN = 3
 
 
@@ -62,6 +65,22 @@ def make_batches(cell: Cell) -> list[torch.Tensor]:
     return batches
 
 
+class InMemory:
+    """Batches as the shards of one block, of which data ranks have different ones and exchange the rows."""
+
+    def __init__(self, shards: list[torch.Tensor]) -> None:
+        self._shards, self.d_model = shards, shards[0].shape[1]
+        self.facts: Json = {}
+
+    def block(self, epoch: int, index: int, seed: int) -> torch.Tensor | None:
+        """Return all shards."""
+        return None if index else torch.cat(self._shards)
+
+    def shards(self, epoch: int, index: int, seed: int, share: Share = WHOLE) -> Shards | None:
+        """Return the shards of a share."""
+        return None if index else {at: x for at, x in enumerate(self._shards) if at % share[1] == share[0]}
+
+
 def work(end: Connection, cell: Cell, mesh: MeshConfig, rank: int, rendezvous: Path) -> None:
     """Take as many steps as asked for, again and again; answer with the seconds and the memory used."""
     torch.set_num_threads(2 if mesh.size == 1 else 1)
@@ -70,8 +89,8 @@ def work(end: Connection, cell: Cell, mesh: MeshConfig, rank: int, rendezvous: P
     if mesh.size > 1:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=mesh.size)
         comms = place(mesh)
-    n_local = cell.batch // mesh.data
-    batches = [x[comms.data.rank * n_local :][:n_local].clone() for x in make_batches(cell)]
+    stream = ActivationStream(InMemory(make_batches(cell)), cell.batch, data=comms.data, everyone=comms.both)
+    next(stream)
     at_first = peak_bytes()
     config = TrainConfig(tokens=10**9, batch_size=cell.batch, device="cpu")
     sae = SAEConfig(cell.d_model, cell.width, cell.k, matryoshka_nesting(cell.width))
@@ -81,7 +100,7 @@ def work(end: Connection, cell: Cell, mesh: MeshConfig, rank: int, rendezvous: P
         comms.both.settle(None)
         begun = time.perf_counter()
         for _ in range(n_steps):
-            x_BD = batches[step % N_BATCHES]
+            x_BD = next(stream)
             learner.advance(step, x_BD, variance(x_BD, comms.data))
             step += 1
         end.send((time.perf_counter() - begun, peak_bytes() - at_first))
@@ -158,6 +177,7 @@ def measure(cell: Cell, turns: int) -> list[dict[str, Any]]:
     for mesh in MESHES:
         n_prefixes = len(matryoshka_nesting(cell.width))
         designed = step_bytes(cell.batch, cell.d_model, cell.width, n_prefixes, mesh.data, mesh.latents)
+        designed += batch_bytes(cell.batch, cell.d_model, mesh.data, MIX_SHARDS)
         sent = statistics.median(wire[mesh])
         rows.append(
             cell._asdict()
