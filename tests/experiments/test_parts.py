@@ -1,6 +1,7 @@
 """The parts of experiments, whole but small: what each gives, what is kept, and that it is not run again."""
 
 import json
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -239,6 +240,19 @@ def test_what_was_kept_is_not_run_again(results: Path, lab: Lab) -> None:
     kept_or_run(results, "paper", 0, settings, never)
     with pytest.raises(ConfigError, match="was made with other settings:\n  store: was"):
         kept_or_run(results, "paper", 0, settings | {"store": "another"}, never)
+
+
+def test_a_result_says_how_long_it_took(tmp_path: Path) -> None:
+    def work() -> Json:
+        until = time.process_time() + 0.2
+        while time.process_time() < until:
+            pass
+        return {"rows": []}
+
+    result = kept_or_run(tmp_path, "paper", 0, {}, work)
+    assert result["cpu_seconds"] >= 0.2
+    assert result["seconds"] >= 0.2
+    assert kept_or_run(tmp_path, "paper", 0, {}, work) == result
 
 
 def test_seeds_are_repetitions_with_a_spread(results: Path) -> None:

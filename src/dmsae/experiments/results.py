@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,7 +47,11 @@ def kept_or_run(directory: Path, part: str, seed: int, settings: Json, run: Call
     """
     if (kept := kept_result(directory, part, seed, settings)) is not None:
         return kept
-    result = _facts(part, seed, settings) | _made_with() | {"figures": run()}
+    started, started_cpu = time.monotonic(), time.process_time()
+    figures = run()
+    took = {"seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - started_cpu}
+    result = _facts(part, seed, settings) | _made_with() | {name: round(t, 1) for name, t in took.items()}
+    result["figures"] = figures
     directory.mkdir(parents=True, exist_ok=True)
     write_json(result_file(directory, part, seed), result)
     return result

@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import median
 
 from dmsae.config import Json
 from dmsae.experiments.claims import CLAIMS
@@ -64,8 +65,20 @@ def _about(preset: str, results: list[Json]) -> str:
         f"Made with `dmsae experiment all --preset {preset} --out runs/{preset}`; the parts below were run. "
         f"{settings['model']}, store `{settings['store']}`; width {distill['width']}, k {distill['k']}, "
         f"{train['tokens']:,} activations a training run, learning rate {train['lr']:g}. torch {results[0]['torch']}. "
-        f"Instructions of the CPU, another kind of which changes the last digits: {cpus}."
+        f"Instructions of the CPU, another kind of which changes the last digits: {cpus}.{_minutes(results)}"
     )
+
+
+def _minutes(results: list[Json]) -> str:
+    """Return how long the parts took, where that was recorded."""
+    took: dict[str, list[float]] = {}
+    for result in results:
+        if "cpu_seconds" in result:
+            took.setdefault(result["part"], []).append(result["cpu_seconds"] / 60)
+    if not took:
+        return ""
+    shown = ", ".join(f"`{part}` {median(minutes):.0f}" for part, minutes in took.items())
+    return f" Minutes of one core for a seed, where recorded (runs shared with another part count once): {shown}."
 
 
 if __name__ == "__main__":
