@@ -21,8 +21,10 @@ from dmsae.disk import layout
 from dmsae.disk.files import canonical_hash, exclusive_lock
 from dmsae.distillation.config import Cycle0, DistillConfig
 from dmsae.distillation.distill import Distillation, distill
+from dmsae.distillation.outcome import CycleReport
 from dmsae.distillation.prices import Held
 from dmsae.distillation.transfer import TransferConfig, keep_fidelity, transfer
+from dmsae.errors import TrainingError
 from dmsae.evaluation.evaluate import EvaluateConfig, digest_of, evaluate
 from dmsae.evaluation.nulls import NullKind
 from dmsae.evaluation.price import attribution_share
@@ -46,6 +48,18 @@ class Start(NamedTuple):
     directory: Path
     sae: SAE
     attribution: Attribution
+
+
+class Followed(NamedTuple):
+    """A distillation cycle by cycle, as far as it came."""
+
+    directory: Path
+    cores: list[Core]
+    reports: list[CycleReport]
+    distilled: Core | None
+    """None when a cycle failed."""
+    failure: str
+    """Why a cycle failed; empty when none did."""
 
 
 class Lab:
@@ -90,15 +104,31 @@ class Lab:
         """Return the share of the attribution of cycle 0 that a core selected from it holds."""
         return Held(core, attribution_share(core, self.start(config).attribution))
 
-    def distill(self, config: DistillConfig) -> tuple[Distillation, Path]:
-        """Run a distillation, from the SAE of cycle 0 that all with the same settings share; return it and its run."""
-        source = Cycle0(source=str(self.start(config).directory / layout.SAE))
-        config = replace(config, cycle0=source)
-        settings = {name: value for name, value in config.result_settings().items() if name != "cycle0"}
-        what = {"distill": settings, "cycles": config.cycles, "start": self.start(config).directory.name}
-        here = self._place("distill", what)
+    def distill(self, config: DistillConfig) -> Distillation:
+        """Run a distillation, from the SAE of cycle 0 that all with the same settings share."""
+        config, here = self._distillation(config)
         with self._held(here):
-            return distill(config, self.store, here, progress=self._progress), here
+            return distill(config, self.store, here, progress=self._progress)
+
+    def follow(self, config: DistillConfig) -> "Followed":
+        """Run a distillation and return its cycles; if one fails, those before it and why."""
+        config, here = self._distillation(config)
+        reports: list[CycleReport] = []
+        failure, distilled = "", None
+        with self._held(here):
+            try:
+                distilled = distill(config, self.store, here, reports.append, progress=self._progress).distilled
+            except TrainingError as error:
+                failure = str(error)
+            cores = [Core.load(layout.cycle_directory(here, report.cycle)) for report in reports]
+        return Followed(here, cores, reports, distilled, failure)
+
+    def _distillation(self, config: DistillConfig) -> tuple[DistillConfig, Path]:
+        """Return a distillation from the shared SAE of cycle 0, and where its run is."""
+        start = self.start(config).directory
+        config = replace(config, cycle0=Cycle0(source=str(start / layout.SAE)))
+        settings = {name: value for name, value in config.result_settings().items() if name != "cycle0"}
+        return config, self._place("distill", {"distill": settings, "cycles": config.cycles, "start": start.name})
 
     def transfer(
         self, config: TransferConfig, core: Core, beside: Mapping[str, Core] | None = None

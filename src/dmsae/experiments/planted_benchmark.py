@@ -129,8 +129,8 @@ class _Problem:
 
     def run(self) -> tuple[list[ScoredSAE], list[ScoredCore]]:
         """Return the figures of all SAEs and cores."""
-        dense, _ = self._lab.distill(replace(self._config, core_mode=CoreMode.DENSE))
-        detector, _ = self._lab.distill(replace(self._config, core_mode=CoreMode.DETECTOR))
+        dense = self._lab.distill(replace(self._config, core_mode=CoreMode.DENSE))
+        detector = self._lab.distill(replace(self._config, core_mode=CoreMode.DETECTOR))
         control = (RandomKind.NORM_MATCHED,)
         of_dense = self._lab.transfer_config(self._config, "planted", random_cores=control, baselines=("msae",))
         of_detector = replace(of_dense, core_modes=(CoreMode.DETECTOR,), budget=Budget.TOTAL, baselines=())

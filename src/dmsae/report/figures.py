@@ -45,16 +45,16 @@ def core_evolution(figures: Sequence[Json]) -> "Figure":
 def sparsity(figures: Sequence[Json]) -> "Figure":
     """Return the same for distillations at several k; one that failed is marked."""
     ks = sorted({cycle["k"] for one in figures for cycle in one["cycles"]})
-    failed = sorted({int(k) for one in figures for k in one["failures"]})
-    figure, axes = panels(max(len(ks) + len(failed), 1), columns=2)
+    empty = sorted({int(k) for one in figures for k in one["failures"]} - set(ks))
+    figure, axes = panels(max(len(ks) + len(empty), 1), columns=2)
     for axis, k in zip(axes, ks, strict=False):
         _origins(axis, [[c for c in one["cycles"] if c["k"] == k] for one in figures])
         lost = sum(str(k) in one["failures"] for one in figures)
         axis.set_title(f"k = {k}" + (f" ({lost} of {len(figures)} seeds failed)" if lost else ""))
         axis.set_xlabel("cycle")
         axis.set_ylabel("core latents")
-    for axis, k in zip(axes[len(ks) :], [k for k in failed if k not in ks], strict=False):
-        axis.set_title(f"k = {k}: every seed failed")
+    for axis, k in zip(axes[len(ks) :], empty, strict=False):
+        axis.set_title(f"k = {k}: no cycle ended")
     return legend_below(figure, axes, 6, "first selected in cycle")
 
 

@@ -84,7 +84,7 @@ def _later(lab: Lab, grid: Grid, config: DistillConfig) -> dict[str, Latents]:
     found = {}
     for name, mode, asked in (("dense", CoreMode.DENSE, config), ("detector", CoreMode.DETECTOR, capped)):
         try:
-            done, _ = lab.distill(replace(asked, core_mode=mode))
+            done = lab.distill(replace(asked, core_mode=mode))
         except TrainingError:  # it has nothing to compare; the part on cycles tells why
             continue
         if len(done.distilled):
@@ -141,7 +141,7 @@ def _rest(lab: Lab, grid: Grid, base: DistillConfig, seed: int) -> dict[str, Jso
     """Return how much the unfrozen prefix-0 of SAEs agrees, when they share a core and when they do not; mean over all
     pairs of them."""
     config = replace(base, seed=seed, max_rate=grid.max_rate, core_mode=CoreMode.DETECTOR)
-    core = lab.distill(config)[0].distilled
+    core = lab.distill(config).distilled
     chosen = replace(detectors(lab, config, "consistency"), random_cores=(), baselines=("msae",))
     found: dict[str, list[Latents]] = {}
     for repeat in range(grid.repeats):

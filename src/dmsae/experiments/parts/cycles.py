@@ -8,15 +8,14 @@ from dataclasses import replace
 from dmsae.config import Json
 from dmsae.cores.attribution import Attribution
 from dmsae.cores.controls import RandomKind
+from dmsae.cores.core import Core
 from dmsae.disk import layout
 from dmsae.distillation.config import DistillConfig
-from dmsae.distillation.distill import Distillation
 from dmsae.distillation.prices import Held
 from dmsae.distillation.transfer import Budget
-from dmsae.errors import TrainingError
 from dmsae.evaluation.price import attribution_share
 from dmsae.experiments.grid import Grid
-from dmsae.experiments.lab import Lab
+from dmsae.experiments.lab import Followed, Lab
 from dmsae.experiments.parts.capped import detectors
 from dmsae.sae.config import CoreMode
 
@@ -30,22 +29,20 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
             config = replace(
                 lab.base, seed=seed, cycles=grid.cycles, core_mode=mode, max_rate=max_rate, random_start=kind
             )
-            try:
-                done, run_directory = lab.distill(config)
-            except TrainingError as error:  # a cycle that fails is a result
-                figures["failures"][name] = str(error)
-                continue
-            figures["cycles"] += [{"run": name, **cycle} for cycle in by_cycle(done)]
-            if kind is None and len(done.distilled):
-                scores = Attribution.load(layout.cycle_directory(run_directory, done.distilled.cycle))
-                figures["rows"] += _rows(lab, config, done, scores)
+            found = lab.follow(config)
+            figures["cycles"] += [{"run": name, **cycle} for cycle in by_cycle(found)]
+            if found.failure:  # a cycle that fails is a result
+                figures["failures"][name] = found.failure
+            elif kind is None and found.distilled:
+                scores = Attribution.load(layout.cycle_directory(found.directory, found.distilled.cycle))
+                figures["rows"] += _rows(lab, config, found.distilled, scores)
     return figures
 
 
-def by_cycle(done: Distillation) -> list[Json]:
+def by_cycle(found: Followed) -> list[Json]:
     """Return, for each cycle of a distillation, its core's size, births and how much of the first and last is in it."""
-    first, rows = set(done.cores[0].identities), []
-    for core, report in zip(done.cores, done.reports, strict=True):
+    first, rows = set(found.cores[0].identities if found.cores else ()), []
+    for core, report in zip(found.cores, found.reports, strict=True):
         rows.append(
             {
                 "cycle": report.cycle,
@@ -63,9 +60,9 @@ def by_cycle(done: Distillation) -> list[Json]:
     return rows
 
 
-def _rows(lab: Lab, config: DistillConfig, done: Distillation, scores: Attribution) -> list[Json]:
+def _rows(lab: Lab, config: DistillConfig, core: Core, scores: Attribution) -> list[Json]:
     """Return the rows of a distilled core beside its random control and SAEs that keep nothing."""
     budget = Budget.TOTAL if config.core_mode is CoreMode.DETECTOR else Budget.NONCORE
     chosen = replace(detectors(lab, config, "cycles"), core_modes=(config.core_mode,), budget=budget)
-    known = [Held(done.distilled, attribution_share(done.distilled, scores))]
-    return lab.rows(lab.transfer(chosen, done.distilled), config, known)
+    known = [Held(core, attribution_share(core, scores))]
+    return lab.rows(lab.transfer(chosen, core), config, known)

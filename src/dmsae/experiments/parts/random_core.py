@@ -21,7 +21,7 @@ from dmsae.training.result import TrainResult
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
     """Return a row and the activity of the core through training for each source of rows, norm, k and length."""
     config = replace(lab.base, seed=seed)
-    core = lab.distill(config)[0].distilled
+    core = lab.distill(config).distilled
     rows, through = [], {}
     for k, norm, tokens in _settings(config, grid):
         results = _trained(lab, config, core, k, norm, tokens)
