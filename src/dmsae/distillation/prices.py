@@ -76,7 +76,7 @@ def prices(
         if not sae.config.core:
             continue
         beside = [point for other, point in free.items() if _matches(saes[other].config, sae.config)]
-        priced.append(Priced(name, price(kept, beside, sae.config.n_core, _share(sae, known))))
+        priced.append(Priced(name, price(kept, beside, sae.config.n_core, held_share(sae, known))))
     return priced
 
 
@@ -93,7 +93,7 @@ def next_token_losses(
     return {finished[directory]: figures.ce for directory, figures in measured.items()}
 
 
-def _share(sae: SAE, known: Sequence[Held]) -> float | None:
+def held_share(sae: SAE, known: Sequence[Held]) -> float | None:
     """Return what the core of an SAE holds of the attribution, if it is one of those known."""
     rows = sae.W_enc_core
     return next((one.share for one in known if torch.equal(one.core.encoder_CD, rows)), None)

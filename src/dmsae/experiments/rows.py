@@ -11,7 +11,7 @@ from dmsae.cores.attribution import Attribution, AttributionConfig, QuantileOver
 from dmsae.cores.selection import select_core
 from dmsae.devices import training_device
 from dmsae.disk import layout
-from dmsae.distillation.prices import Held, next_token_losses, prices
+from dmsae.distillation.prices import Held, held_share, next_token_losses, prices
 from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.sae import SAE
@@ -90,7 +90,7 @@ def rows_of(
                 price_prefix0=price.price_prefix0 if price else None,
                 loss=in_nats.get(result.name),
                 price_loss=price.price_loss if price else None,
-                attribution_share=price.attribution_share if price else None,
+                attribution_share=held_share(sae, known) if n_core else None,
             )
         )
     return rows
