@@ -41,9 +41,9 @@ class ExperimentCommand:
     distilled core worth, against its measured L0, beside MSAE and BatchTopK? worth: what are SAEs with the first core
     worth by every measure, beside nulls and controls? price: how many latents can be kept, at what price, by every
     rule, freeze and number of cycles, beside random controls? consistency: do independent distillations find the same
-    core? regime: where does a first core beat every control, confirmed with fresh seeds? all: everything.
+    core? regime: where does a first core beat every control, confirmed with fresh seeds? all: every question but worth.
 
-    Each part and seed is a job of its own, and is kept as a small JSON file as it ends. The same command goes on where
+    Each part and seed is a job of its own, and is kept as a small JSON file as it ends. The same command resumes where
     it stopped, and experiments in one directory share their runs.
     """
 
@@ -76,13 +76,13 @@ def run(command: ExperimentCommand) -> None:
     from dmsae.activations.harvest import Harvest
     from dmsae.commands.recipes import read_sections
     from dmsae.config import require
-    from dmsae.experiments.catalog import EXPERIMENTS
+    from dmsae.experiments.catalog import ALL, EXPERIMENTS
     from dmsae.experiments.grid import GRIDS, RECIPES, Preset
     from dmsae.experiments.lab import Lab
     from dmsae.experiments.sweep import part_jobs
 
     preset = Preset(command.preset)
-    names = list(EXPERIMENTS) if command.name == "all" else [command.name]
+    names = ALL if command.name == "all" else (command.name,)
     parts = list(dict.fromkeys(part for name in names for part in EXPERIMENTS[name].parts))
     unknown = [part for part in command.parts if part not in parts]
     require(not unknown, "parts", unknown, f"be among those of the experiment: {', '.join(parts)}")

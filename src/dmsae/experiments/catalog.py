@@ -86,6 +86,9 @@ EXPERIMENTS = {
     ),
 }
 
+ALL = tuple(name for name in EXPERIMENTS if name != "worth")
+"""What `all` means. The scores of `worth` are those of `benchmark`, which costs as much; it is for larger scales."""
+
 
 def settings_of(part: str, lab: Lab, grid: Grid) -> Json:
     """Return all that the figures of a part depend on, besides its seed."""
