@@ -10,10 +10,12 @@ import pytest
 from dmsae.report.latents import Scored, card
 from dmsae.report.markup import table
 from dmsae.report.page import page, section
+from dmsae.report.report import write_report
 from hostile import HOSTILE, hostile_core, hostile_facts
 
 BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
 pytestmark = [pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome"), pytest.mark.browser]
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "small"
 HARNESS = """<!doctype html>
 <iframe id="page" src="report.html" width="{width}" height="900"></iframe><pre id="told"></pre>
 <script>
@@ -25,6 +27,8 @@ document.getElementById("page").onload = event => {{
     "scripts=" + inside.scripts.length,
     "attacked=" + (event.target.contentWindow.attacked || window.attacked || "no"),
     "articles=" + inside.querySelectorAll("article").length,
+    "drawn=" + [...inside.images].filter(image => image.naturalWidth > 0).length,
+    "images=" + inside.images.length,
   ];
   document.getElementById("told").textContent = told.join(";");
 }};
@@ -37,6 +41,15 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wide = table([f"column {i}" for i in range(14)], [[HOSTILE, *range(13)]])
     cards = [card(0, hostile_core(), hostile_facts(), Scored(1.0, 0.5, 2.0)) for _ in range(3)]
     (directory / "report.html").write_text(page(HOSTILE, section("Tables", wide), section("Latents", *cards)))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def experiment_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real report of the experiments whose figures are in the repository."""
+    directory = tmp_path_factory.mktemp("experiment")
+    shutil.copytree(RESULTS, directory / "small" / "results")
+    write_report([directory / "small"], directory / "report.html")
     return directory
 
 
@@ -62,3 +75,12 @@ def test_the_page_stands_on_any_screen(report: Path, width: int, dark: bool) -> 
     assert (seen["scripts"], seen["attacked"], seen["articles"]) == ("0", "no", "3")
     brightness = sum(map(int, re.findall(r"\d+", seen["background"])[:3])) / 3
     assert brightness < 60 if dark else brightness > 200
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_report_of_experiments_shows_every_figure(experiment_report: Path, dark: bool) -> None:
+    for width in (360, 1100):
+        seen, console = told(experiment_report, width, dark)
+        assert "CONSOLE" not in console, console
+        assert (seen["overflow"], seen["scripts"]) == ("0", "0")
+        assert int(seen["images"]) == int(seen["drawn"]) > 0
