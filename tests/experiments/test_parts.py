@@ -9,18 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from dmsae.activations.store import Store
 from dmsae.config import Json
-from dmsae.cores.attribution import AttributionConfig, QuantileOver
+from dmsae.cores.attribution import Attribution, AttributionConfig, QuantileOver
+from dmsae.distillation import distill as distilling
 from dmsae.distillation.config import DistillConfig
+from dmsae.distillation.outcome import CycleFailed
 from dmsae.distillation.transfer import above, below
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.experiments.catalog import EXPERIMENTS, PARTS, settings_of
 from dmsae.experiments.grid import GRIDS, Preset
 from dmsae.experiments.lab import Lab
+from dmsae.experiments.parts import sparsity
 from dmsae.experiments.parts.consistency import compare, latents
-from dmsae.experiments.parts.regime import FRESH, chosen, confirm
+from dmsae.experiments.parts.cycles import by_cycle
+from dmsae.experiments.parts.regime import FRESH, MIN_SHARE, chosen, confirm
 from dmsae.experiments.results import Spread, aligned, kept_or_run, over_seeds, read_results, result_file
 from dmsae.experiments.tables import tables, text
+from dmsae.sae.comms import Comms
+from dmsae.sae.sae import SAE
 from dmsae.training.config import TrainConfig
 from planted import Planted, planted_store
 
@@ -196,6 +203,20 @@ def test_a_regime_is_confirmed_with_a_fresh_seed(results: Path, lab: Lab) -> Non
         chosen(Lab(lab.store, BASE, results))
 
 
+def test_a_core_that_holds_next_to_nothing_is_not_chosen(lab: Lab, tmp_path: Path) -> None:
+    def tried(name: str, margin: float, share: float) -> Json:
+        rows = [{"sae": "random-detector-k6", "attribution_share": None}]
+        return {"regime": name, "margin": margin, "rows": [*rows, {"sae": "detector-k6", "attribution_share": share}]}
+
+    here = Lab(lab.store, BASE, tmp_path)
+    here.results.mkdir()
+    for seed, share in enumerate((0.2, MIN_SHARE)):
+        regimes = [tried("tiny", 0.5, share / 2), tried("real", -0.1, share), tried("worse", -0.2, share)]
+        found = {"part": "regime", "seed": seed, "figures": {"regimes": regimes}}
+        result_file(here.results, "regime", seed).write_text(json.dumps(found))
+    assert chosen(here) == "real"
+
+
 def test_two_runs_are_compared_and_random_rows_beside_them(results: Path) -> None:
     pairs = {pair["what"]: pair for pair in figures(results, "consistency")["pairs"]}
     assert {"prefix-0", "first core, capped", "random rows", "the same without a core"} <= set(pairs)
@@ -240,6 +261,27 @@ def test_what_was_kept_is_not_run_again(results: Path, lab: Lab) -> None:
     kept_or_run(results, "paper", 0, settings, never)
     with pytest.raises(ConfigError, match="was made with other settings:\n  store: was"):
         kept_or_run(results, "paper", 0, settings | {"store": "another"}, never)
+
+
+def test_a_distillation_that_fails_keeps_the_cycles_before(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attribute = distilling._score
+
+    def failing(config: DistillConfig, store: Store, here: Path, sae: SAE, cycle: int, comms: Comms) -> Attribution:
+        if cycle == 2:
+            raise CycleFailed(cycle, "collapsed", "Try a smaller k.")
+        return attribute(config, store, here, sae, cycle, comms)
+
+    monkeypatch.setattr(distilling, "_score", failing)
+    here = Lab(lab.store, replace(BASE, cycles=3), tmp_path)
+    found = here.follow(here.base)
+    assert "collapsed" in found.failure
+    assert found.distilled is None
+    assert [cycle["cycle"] for cycle in by_cycle(found)] == [0, 1]
+    kept = sparsity.run(here, replace(GRID, k_factors=(1.0,), sparsity_cycles=3), 0)
+    assert [cycle["cycle"] for cycle in kept["cycles"]] == [0, 1]
+    assert list(kept["failures"]) == [str(BASE.k)]
 
 
 def test_a_result_says_how_long_it_took(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Verdicts follow from figures alone: what is planted in them is said, and nothing more."""
 
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from dmsae.config import Json
 from dmsae.experiments.catalog import PARTS
 from dmsae.experiments.claims import CLAIMS
+from dmsae.experiments.statistics import over_msae
 from dmsae.experiments.tables import verdict_table
 from dmsae.experiments.verdicts import Claim, Outcome, interval, judge, verdicts
 
@@ -69,6 +71,7 @@ BENCHMARKED = (
     ("disentanglement", "score"),
     ("concept_removal", "scr.20"),
     ("concept_removal", "tpp.20"),
+    ("lexical_predictability", "lexical_predictability"),
 )
 PLANTED: dict[str, Json] = {
     "random-core": {
@@ -175,10 +178,10 @@ PLANTED: dict[str, Json] = {
     },
 }
 EXPECTED = (
-    [0.1] * 8
-    + [0.095] * 8
-    + [0.2] * 8
-    + [0.1] * 8
+    [0.1] * 9
+    + [0.095] * 9
+    + [0.2] * 9
+    + [0.1] * 9
     + [
         0.015,
         0.4,
@@ -250,17 +253,35 @@ def test_a_distilled_core_that_decays_too_is_no_support_for_the_paper() -> None:
 
 def test_a_k_at_which_a_distillation_collapsed_carries_nothing_over() -> None:
     claim = next(one for one in CLAIMS if one.part == "sparsity")
-    cycles = [{"k": k, "size": 10, "kept": kept} for k, last in ((1, 2), (2, 9)) for kept in (0, last)]
+    cycles = [{"k": k, "size": 10, "kept": kept} for k, last in ((1, 2), (2, 9), (4, 10)) for kept in (0, last)]
     assert claim.measure({"cycles": cycles, "failures": {"4": "It collapsed."}}) == pytest.approx(0.7)
 
 
 def test_seeds_are_not_compared_at_different_sparsities() -> None:
     claim = next(one for one in CLAIMS if one.part == "benchmark")
     figures = PLANTED["benchmark"]
-    within = [row for row in figures["rows"] if row["sae"] != "msae-k20"]
+    within = [row for row in figures["rows"] if row["sae"] not in ("msae-k16", "msae-k20")]
     assert claim.measure(figures | {"rows": within}) is None, "the densest SAE has no neighbour above it"
 
 
 def test_seeds_that_give_no_statistic_are_counted() -> None:
     table = verdict_table([judge(CLAIM, results(1.0, 1.1, None)), judge(CLAIM, results(1.0, 1.1, 0.9))])
     assert [cells[-1] for cells in table.rows] == ["2 of 3", "3"]
+
+
+def test_nothing_is_compared_at_the_ends_of_the_baselines_range() -> None:
+    def figures(*ours: tuple[int, float, float]) -> Json:
+        saes = [("msae", k, float(k), 0.1 * k) for k in (2, 4, 8)] + [("sparse", k, l0, score) for k, l0, score in ours]
+        return {
+            "rows": [row(f"{name}-k{k}", l0=l0) for name, k, l0, _ in saes],
+            "scores": [
+                {"sae": f"{name}-k{k}", "measure": "fidelity", "figure": "fve", "ceiling": 1, "score": score}
+                for name, k, _, score in saes
+            ],
+        }
+
+    compared = partial(over_msae, method="sparse", measure="fidelity", figure="fve")
+    inside = (4, 4.0, 0.5)
+    assert compared(figures(inside)) == pytest.approx(0.1)
+    assert compared(figures((2, 1.9, 9.0), inside, (8, 8.1, 9.0))) == pytest.approx(0.1)
+    assert compared(figures(inside, (6, 8.1, 0.9))) is None, "one inside that cannot be compared"

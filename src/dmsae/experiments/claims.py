@@ -38,6 +38,7 @@ _SCORES = {
     ("disentanglement", "score"): "disentangles better",
     ("concept_removal", "scr.20"): "removes spurious correlations better (SCR, unreliable)",
     ("concept_removal", "tpp.20"): "perturbs a probe with less effect on others (TPP, unreliable)",
+    ("lexical_predictability", "lexical_predictability"): "fires more predictably from tokens",
 }
 """Scores by which the paper compares SAEs, as far as they are measured here."""
 
@@ -240,10 +241,10 @@ CLAIMS = (
         lambda figures: persists(figures, "detector"),
     ),
     Claim(
-        "In the regime that a search found best, the first core beats every other core on seeds outside the search.",
+        "In the best regime of a search, attribution chooses a better core than firing rate, chance and random rows.",
         OURS,
         "confirmation",
-        "smallest price among cores of other rules and random ones less price of the core",
+        "smallest price among those other cores less price of the core, on seeds outside the search",
         lambda figures: figures["regimes"][0]["margin"],
     ),
     Claim(

@@ -1,6 +1,7 @@
 """What claims are judged by: each a number that one seed's figures give, or None when they do not give it."""
 
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 
@@ -77,7 +78,7 @@ def _carry_over(figures: Json) -> dict[int, float]:
     for cycle in figures["cycles"]:
         last.setdefault(cycle["k"], []).append(cycle)
     kept = {k: ones[-1]["kept"] / ones[-2]["size"] for k, ones in last.items() if len(ones) > 1 and ones[-2]["size"]}
-    return dict.fromkeys(map(int, figures.get("failures", ())), 0.0) | kept
+    return kept | dict.fromkeys(map(int, figures.get("failures", ())), 0.0)
 
 
 def peaks_inside(figures: Json) -> float | None:
@@ -128,17 +129,20 @@ def _after_longest(figures: Json, what: str, than: str) -> tuple[Json, Json] | N
 def over_msae(figures: Json, method: str, measure: str, figure: str) -> float | None:
     """Return how much better a score is than that of a Matryoshka SAE of the same measured L0, mean over sparsities.
 
-    None unless all of them can be compared: seeds must not differ in which.
+    At the smallest and largest k of Matryoshka SAEs nothing is compared: which of two SAEs has the larger L0 is chance
+    there. None unless all others can be compared: seeds must not differ in which.
     """
     ours, theirs = (_curve(figures, name, measure, figure) for name in (method, "msae"))
-    gaps = [score - at[0] for l0, score in ours if (at := _at(theirs, l0))]
-    return _sign(figures, measure, figure) * fmean(gaps) if gaps and len(gaps) == len(ours) else None
+    ends = (min(theirs).k, max(theirs).k) if theirs else ()
+    inside = [point for point in ours if point.k not in ends]
+    gaps = [point.score - at[0] for point in inside if (at := _at(theirs, point.l0))]
+    return _sign(figures, measure, figure) * fmean(gaps) if gaps and len(gaps) == len(inside) else None
 
 
 def over_control(figures: Json, core: str, control: str, measure: str, figure: str) -> float | None:
     """Return how much better a score of a core's SAE is than that of its control, whose measured L0 is nearly equal."""
     ours, theirs = (_curve(figures, name, measure, figure) for name in (core, control))
-    return _sign(figures, measure, figure) * (ours[0][1] - theirs[0][1]) if ours and theirs else None
+    return _sign(figures, measure, figure) * (ours[0].score - theirs[0].score) if ours and theirs else None
 
 
 def _sign(figures: Json, measure: str, figure: str) -> int:
@@ -150,19 +154,31 @@ def _sign(figures: Json, measure: str, figure: str) -> int:
 def sparse_follows(figures: Json) -> float | None:
     """Return 0.02 less how far the sparse core's variance explained is from the dense one's at equal measured L0."""
     dense, sparse = (_curve(figures, name, "fidelity", "fve") for name in ("dense", "sparse"))
-    gaps = [abs(score - at[0]) for l0, score in dense if (at := _at(sparse, l0))]
+    gaps = [abs(point.score - at[0]) for point in dense if (at := _at(sparse, point.l0))]
     return 0.02 - fmean(gaps) if gaps and len(gaps) == len(dense) else None
 
 
-def _curve(figures: Json, method: str, measure: str, figure: str) -> list[tuple[float, float]]:
-    """Return measured L0 and score of the SAEs of one method."""
+class _Point(NamedTuple):
+    """An SAE of a method: its measured L0, its score, and the k that it was trained for."""
+
+    l0: float
+    score: float
+    k: int
+
+
+def _curve(figures: Json, method: str, measure: str, figure: str) -> list[_Point]:
+    """Return the SAEs of one method that have a score and an L0."""
     l0 = {row["sae"]: row["l0"] for row in figures["rows"]}
-    found = [row for row in figures["scores"] if (row["measure"], row["figure"]) == (measure, figure)]
-    of_method = [row for row in found if row["sae"].rpartition("-k")[0] == method and row["score"] is not None]
-    return [(l0[row["sae"]], row["score"]) for row in of_method if l0.get(row["sae"]) is not None]
+    points = []
+    for row in figures["scores"]:
+        name, _, k = row["sae"].rpartition("-k")
+        asked = (name, row["measure"], row["figure"]) == (method, measure, figure)
+        if asked and row["score"] is not None and l0.get(row["sae"]) is not None:
+            points.append(_Point(l0[row["sae"]], row["score"], int(k)))
+    return points
 
 
-def _at(points: list[tuple[float, float]], l0: float) -> tuple[float, ...]:
+def _at(points: list[_Point], l0: float) -> tuple[float, ...]:
     """Return what points give at an L0, or nothing outside their range."""
-    inside = points and min(points)[0] * (1 - NEAR) <= l0 <= max(points)[0] * (1 + NEAR)
+    inside = points and min(points).l0 * (1 - NEAR) <= l0 <= max(points).l0 * (1 + NEAR)
     return interpolated(l0, points) if inside else ()

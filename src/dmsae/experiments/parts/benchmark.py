@@ -25,8 +25,8 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     """Return the rows and the scores of one seed, and which sparsities a core of detectors leaves no room for."""
     config = replace(lab.base, seed=seed)
     ks = tuple(dict.fromkeys(scaled(config.k, factor) for factor in grid.benchmark_k_factors))
-    dense, _ = lab.distill(config)
-    detectors, _ = lab.distill(replace(config, core_mode=CoreMode.DETECTOR, max_rate=grid.max_rate))
+    dense = lab.distill(config)
+    detectors = lab.distill(replace(config, core_mode=CoreMode.DETECTOR, max_rate=grid.max_rate))
     results = _paper(lab, config, dense.distilled, ks)
     chosen, left_out = _detectors(lab, config, detectors.distilled, ks)
     if chosen:

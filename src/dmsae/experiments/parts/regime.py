@@ -1,7 +1,8 @@
 """Where does a first core beat every control, at matched L0 on held-out text? A small designed search.
 
 `regime` tries some settings with the seeds that it is given. `confirmation` takes the one with the largest mean margin
-in what those found, and repeats it with seeds that took no part in the choice.
+in what those found, and repeats it with seeds that took no part in the choice. A core of a handful of latents that hold
+next to none of the attribution can win by a hair and mean nothing, so it is not chosen.
 """
 
 from dataclasses import replace
@@ -16,10 +17,12 @@ from dmsae.experiments.grid import Grid, Regime, scaled
 from dmsae.experiments.lab import Lab
 from dmsae.experiments.parts.capped import by_rules, detectors, fitting
 from dmsae.experiments.results import part_results
-from dmsae.sae.config import matryoshka_nesting
+from dmsae.sae.config import CoreMode, matryoshka_nesting
 
 FRESH = 1000
 """Added to a seed for a confirmation."""
+MIN_SHARE = 0.1
+"""Of the attribution of cycle 0: what a core must hold, in every seed, for its regime to be chosen."""
 _RULES = (Rule.FIRING_RATE, Rule.RANDOM_SUBSET)
 
 
@@ -42,15 +45,31 @@ def confirm(lab: Lab, grid: Grid, seed: int) -> Json:
 
 
 def chosen(lab: Lab) -> str:
-    """Return the regime with the largest mean margin over the seeds of the search; one that failed does not count."""
-    margins: dict[str, list[float | None]] = {}
+    """Return the regime with the largest mean margin over the seeds of the search.
+
+    One that failed in a seed does not count, nor does one whose core holds too little of the attribution.
+    """
+    tried: dict[str, list[Json]] = {}
     for result in part_results(lab.results, "regime"):
         for one in result["figures"]["regimes"]:
-            margins.setdefault(one["regime"], []).append(one["margin"])
-    usable = {name: fmean(m for m in found if m is not None) for name, found in margins.items() if None not in found}
+            tried.setdefault(one["regime"], []).append(one)
+    usable = {
+        name: fmean(one["margin"] for one in of_seeds)
+        for name, of_seeds in tried.items()
+        if all(one["margin"] is not None and _share(one) >= MIN_SHARE for one in of_seeds)
+    }
     if not usable:
-        raise ConfigError("There is nothing to confirm: run the part regime first; no regime of it has a margin yet.")
+        raise ConfigError(
+            "There is nothing to confirm: run the part regime first. No regime of it has both a margin and a core that "
+            f"holds {MIN_SHARE:.0%} of the attribution."
+        )
     return max(usable, key=lambda name: usable[name])
+
+
+def _share(one: Json) -> float:
+    """Return the share of the attribution that the core of a regime holds."""
+    own = (row for row in one["rows"] if row["sae"].rpartition("-k")[0] in tuple(CoreMode))
+    return float(next(own)["attribution_share"] or 0)
 
 
 def _tried(lab: Lab, grid: Grid, regime: Regime, seed: int) -> Json:
