@@ -160,12 +160,12 @@ def _created(path: Path) -> IO[bytes]:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON, atomically."""
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+    """Write a value as JSON, atomically; without an indent on one line."""
     try:
-        data = json.dumps(value, indent=2, ensure_ascii=False).encode()
+        data = json.dumps(value, indent=indent, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # the name of a file that is not UTF-8
-        data = json.dumps(value, indent=2).encode()
+        data = json.dumps(value, indent=indent).encode()
     write_bytes(path, data + b"\n")
 
 

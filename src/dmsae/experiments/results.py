@@ -53,7 +53,7 @@ def kept_or_run(directory: Path, part: str, seed: int, settings: Json, run: Call
     result = _facts(part, seed, settings) | _made_with() | {name: round(t, 1) for name, t in took.items()}
     result["figures"] = figures
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(result_file(directory, part, seed), result)
+    write_json(result_file(directory, part, seed), result, indent=None)  # curves are long lists of numbers
     return result
 
 
