@@ -204,7 +204,8 @@ _ALIKE: tuple[tuple[str, Callable[[Json], float | None], str], ...] = (
 
 def regime(figures: Sequence[Json]) -> "Figure":
     """Return the margin of the core over the best other core in every regime, in the search and when confirmed."""
-    names = list(dict.fromkeys(one["regime"] for found in figures for one in found["regimes"]))
+    all_tried = [one for found in figures for one in found["regimes"]]
+    names = list(dict.fromkeys(one["regime"] for one in all_tried))
     figure, (axis,) = panels(1, columns=1, width=6.0, height=0.4 * len(names) + 1.4)
     for i, (part, label) in enumerate((("regime", "search"), ("confirmation", "fresh seeds"))):
         tried = [one for found in figures if found["part"] == part for one in found["regimes"]]
@@ -213,8 +214,14 @@ def regime(figures: Sequence[Json]) -> "Figure":
             x, y = zip(*known, strict=True)
             axis.scatter(x, [place + 0.15 * i for place in y], color=COLOURS[i], s=26, label=label)
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(names)), names)
+    axis.set_yticks(range(len(names)), [f"{name}{_sizes(name, all_tried)}" for name in names])
     axis.invert_yaxis()
     axis.set_xlabel("price of the best other core less that of the core; above 0 the core wins")
     axis.set_ylabel("regime")
     return legend_below(figure, [axis], columns=2)
+
+
+def _sizes(name: str, tried: Sequence[Json]) -> str:
+    """Return how many latents the cores of a regime have."""
+    sizes = sorted({one["n_core"] for one in tried if one["regime"] == name and one.get("n_core")})
+    return f" ({'–'.join(map(str, sorted({sizes[0], sizes[-1]})))} latents)" if sizes else ""

@@ -65,7 +65,7 @@ def _about(preset: str, results: list[Json]) -> str:
         f"Made with `dmsae experiment all --preset {preset} --out runs/{preset}`; the parts below were run. "
         f"{settings['model']}, store `{settings['store']}`; width {distill['width']}, k {distill['k']}, "
         f"{train['tokens']:,} activations a training run, learning rate {train['lr']:g}. torch {results[0]['torch']}. "
-        f"Instructions of the CPU, another kind of which changes the last digits: {cpus}.{_minutes(results)}"
+        f"CPU instruction set, on which the last digits depend: {cpus}.{_minutes(results)}"
     )
 
 
