@@ -31,7 +31,7 @@ from torch import Tensor
 from dmsae.sae.config import CoreMode, SAEConfig, core_first, matryoshka_nesting
 from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import Objective, backward_
-from dmsae.sae.optimiser import adam, step_
+from dmsae.sae.optimiser import Adam, step_
 from dmsae.sae.sae import SAE
 
 D_MODEL, BATCH, N_BATCHES = 576, 2048, 4
@@ -107,7 +107,7 @@ def make_step(cell: Cell, batches: list[Tensor]) -> tuple[Callable[[], None], SA
     dead = torch.rand(cell.width, generator=generator) < cell.dead_share if cell.dead_share else None
     if dead is not None:
         sae.b_enc.data[dead] = -0.05
-    optimiser, objective = adam(sae, lr=3e-4), Objective()
+    optimiser, objective = Adam(sae, lr=3e-4), Objective()
     warm_start: float | None = None
     n_steps = 0
 

@@ -13,7 +13,7 @@ from dmsae.errors import ConfigError
 from dmsae.sae.config import DenseCore, DetectorCore, SAEConfig
 from dmsae.sae.detectors import Detectors, detect
 from dmsae.sae.objective import Objective, backward_
-from dmsae.sae.optimiser import adam, step_
+from dmsae.sae.optimiser import Adam, step_
 from dmsae.sae.sae import SAE
 
 D, C = 24, 5
@@ -71,7 +71,7 @@ def test_every_sae_that_carries_them_gives_the_same_activations_to_the_bit(tmp_p
 def test_training_changes_their_decoders_and_nothing_else_of_them() -> None:
     sae = carrier(64, 3, seed=1)
     before = {name: tensor.clone() for name, tensor in sae.state_dict().items()}
-    optimiser = adam(sae, lr=1e-2)
+    optimiser = Adam(sae, lr=1e-2)
     for _ in range(5):
         step_(sae, optimiser, backward_(sae, torch.randn(128, D), Objective()).grad_norm, 1.0)
     assert torch.equal(sae.W_enc_core, before["W_enc_core"])

@@ -12,7 +12,7 @@ from dmsae.errors import ConfigError
 from dmsae.sae.config import DenseCore, SAEConfig, SparseCore
 from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import Objective, PrefixReduction, backward_
-from dmsae.sae.optimiser import adam, step_
+from dmsae.sae.optimiser import Adam, step_
 from dmsae.sae.sae import SAE
 from strategies import configs
 
@@ -211,7 +211,7 @@ def test_only_gradients_change() -> None:
 def test_step_equals_clip_adam_renormalise(scale: float) -> None:
     config = SAEConfig(6, 24, 9, (8, 24), DenseCore(3, k_noncore=4))
     ours, plain = make_sae(config, 0), make_sae(config, 0)
-    optimiser = adam(ours, lr=1e-2)
+    optimiser = Adam(ours, lr=1e-2)
     reference = torch.optim.Adam(plain.parameters(), lr=1e-2)
     core = ours.W_enc_core.clone()
     for seed in range(5):

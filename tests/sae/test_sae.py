@@ -14,7 +14,7 @@ from dmsae.disk.artifact import read_artifact, write_artifact
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.sae.config import DenseCore, SAEConfig, SparseCore, core_first, matryoshka_nesting
 from dmsae.sae.objective import Objective, backward_
-from dmsae.sae.optimiser import adam, step_
+from dmsae.sae.optimiser import Adam, step_
 from dmsae.sae.sae import SAE, read_made_from
 
 DENSE, SPARSE = DenseCore(3, k_noncore=4), SparseCore(3)
@@ -172,8 +172,8 @@ def test_autograd_sees_the_sae() -> None:
 def test_the_core_cannot_change(core: DenseCore | SparseCore) -> None:
     sae = make(core)
     rows, bias = sae.W_enc_core.clone(), sae.b_enc[:3].clone()
-    optimiser = adam(sae, lr=0.1)
-    assert not any(p.data_ptr() == sae.W_enc_core.data_ptr() for g in optimiser.param_groups for p in g["params"])
+    optimiser = Adam(sae, lr=0.1)
+    assert not any(p.data_ptr() == sae.W_enc_core.data_ptr() for p in optimiser.parameters)
     for _ in range(20):
         step_(sae, optimiser, backward_(sae, torch.randn(32, 8), Objective()).grad_norm, 1.0)
     assert torch.equal(sae.W_enc_core, rows)
@@ -211,7 +211,7 @@ def test_a_loaded_sae_is_frozen_until_asked(tmp_path: Path) -> None:
     assert not loaded.encode(x).requires_grad
     loaded.requires_grad_()
     for one in (sae, loaded):
-        step_(one, adam(one, lr=0.1), backward_(one, x, Objective()).grad_norm, 1.0)
+        step_(one, Adam(one, lr=0.1), backward_(one, x, Objective()).grad_norm, 1.0)
     for name, tensor in sae.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor)
 

@@ -73,7 +73,7 @@ def test_the_learning_rate_follows_the_schedule() -> None:
     learner = make(warmup_steps=5)
     for step, x in enumerate(batches(8)):
         learner.advance(step, x, variance(x))
-        assert learner.optimiser.param_groups[0]["lr"] == 1e-3 * min(1, (step + 1) / 5)
+        assert learner.optimiser.lr == 1e-3 * min(1, (step + 1) / 5)
 
 
 def test_latents_are_dead_after_enough_tokens_without_firing() -> None:

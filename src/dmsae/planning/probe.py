@@ -10,7 +10,7 @@ import torch
 from dmsae.devices import training_device
 from dmsae.sae.config import SAEConfig, matryoshka_nesting
 from dmsae.sae.objective import Objective, backward_
-from dmsae.sae.optimiser import adam, step_
+from dmsae.sae.optimiser import Adam, step_
 from dmsae.sae.sae import SAE
 
 _WIDTHS = (16, 8)
@@ -49,7 +49,7 @@ def _measured(width: int, sae: SAEConfig, batch_size: int, device: torch.device)
     config = replace(sae, width=width, k=k, prefixes=matryoshka_nesting(width), core=None)
     draws = torch.Generator().manual_seed(0)
     model = SAE.init(config, draws).to(device)
-    optimiser, warm_start, seconds = adam(model, 1e-4), None, []
+    optimiser, warm_start, seconds = Adam(model, 1e-4), None, []
     x_BD = torch.randn(batch_size, sae.d_model, generator=draws).to(device)
     for _ in range(_STEPS):
         started = time.perf_counter()

@@ -16,7 +16,7 @@ from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.config import DenseCore, SAEConfig
 from dmsae.sae.detectors import Detectors
 from dmsae.sae.objective import BatchResult, backward_
-from dmsae.sae.optimiser import adam, step_
+from dmsae.sae.optimiser import Adam, step_
 from dmsae.sae.sae import SAE
 from dmsae.sae.shard import owned_rows, shard, sharded_tensors
 from dmsae.sae.variance import fraction_explained, squared_error, variance
@@ -113,7 +113,7 @@ class Learner:
             self.sae.b_dec.copy_(b_dec)
         self._whole, self._detectors, self._total_budget = spec.sae, spec.detectors, spec.total_budget
         self.l0_core: float | None = None
-        self.optimiser = adam(self.sae, config.lr, config.betas)
+        self.optimiser = Adam(self.sae, config.lr, config.betas)
         self._comms, self._data = comms, comms.data
         self.hold_gradients()
         self.idle_tokens_K = torch.zeros(self.sae.config.width, dtype=torch.int64, device=b_dec.device)
@@ -143,7 +143,7 @@ class Learner:
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._end(TrainState.DIVERGED, step, f"loss {result.loss}, gradient norm {result.grad_norm}")
             return result
-        self.optimiser.param_groups[0]["lr"] = self._config.lr * self._schedule.lr_factor(step)
+        self.optimiser.lr = self._config.lr * self._schedule.lr_factor(step)
         step_(self.sae, self.optimiser, result.grad_norm, self._config.max_grad_norm)
         self.warm_start = result.warm_start
         self.idle_tokens_K += n_tokens
@@ -167,7 +167,7 @@ class Learner:
         elif self.state is TrainState.TRAINING:
             self._end(TrainState.FINISHED, self._schedule.steps)
         self.optimiser.state.clear()
-        self.optimiser.zero_grad()
+        self.sae.zero_grad()
         self._comms = self._comms._replace(data=self._data)  # the other one holds the gradients too
 
     @property

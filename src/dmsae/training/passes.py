@@ -251,7 +251,7 @@ class Pass:
             dead_groups=learner.dead_groups(),
             threshold=None if learner.threshold is None else learner.threshold * self._scale,
             grad_norm=result.grad_norm,
-            lr=learner.optimiser.param_groups[0]["lr"],
+            lr=learner.optimiser.lr,
         )
         self._last[learner.name] = metrics
         with settled(self._comms.both):
