@@ -27,6 +27,7 @@ def flat(active: Active, n_tokens: int) -> torch.Tensor:
     n_levels=st.sampled_from([None, 1, 3]),
     warm=st.sampled_from([None, 0.0, 0.3, 1.0, 3.0, float("inf"), float("nan")]),
     block=st.sampled_from([1, 40, 1 << 22]),
+    piece=st.sampled_from([1, 40, 1 << 18]),
 )
 def test_selection_is_exact(
     seed: int,
@@ -36,6 +37,7 @@ def test_selection_is_exact(
     n_levels: int | None,
     warm: float | None,
     block: int,
+    piece: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     width = sum(sizes)
@@ -48,6 +50,7 @@ def test_selection_is_exact(
     n_keep = max(1, int(share * width * n_tokens))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dmsae.sae.sparse.BLOCK_ELEMENTS", block)
+        patch.setattr("dmsae.sae.sparse.DENSE_ELEMENTS", piece)
         active = select_top(x, torch.split(encoder, sizes), bias, n_keep, warm)
     pre = encoder @ x.T + bias[:, None]
     survivors = expected_survivors(pre, n_keep)
@@ -83,7 +86,7 @@ def test_candidates_stay_few_from_a_cold_start(monkeypatch: pytest.MonkeyPatch) 
         n_seen.append(len(values))
         return float(values.kthvalue(len(values) - n + 1).values)
 
-    monkeypatch.setattr("dmsae.sae.sparse.BLOCK_ELEMENTS", 64 * 64)
+    monkeypatch.setattr("dmsae.sae.sparse.DENSE_ELEMENTS", 64 * 64)
     monkeypatch.setattr("dmsae.sae.sparse.nth_largest", recording)
     generator = torch.Generator().manual_seed(0)
     encoder, x = torch.randn(4096, 16, generator=generator), torch.randn(64, 16, generator=generator)

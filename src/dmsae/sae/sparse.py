@@ -20,6 +20,10 @@ from dmsae.sae.selection import nth_largest, surplus_ties
 BLOCK_ELEMENTS = 1 << 22
 """Pre-activations held at a time: few enough to stay in cache, enough rows for the product to run at full speed."""
 
+DENSE_ELEMENTS = 1 << 18
+"""Pre-activations looked into at a time while there is no threshold to start from: half of them may be candidates, each
+of which takes several times the memory of a pre-activation."""
+
 GRADIENT_ELEMENTS = 1 << 20
 """Gradients computed at a time; again so that they are still in cache when they are read."""
 
@@ -88,17 +92,24 @@ def _scan(x_BD: Tensor, encoders: Sequence[Tensor], bias_K: Tensor, n_keep: int,
     """Return every entry above `cut` that can be among the `n_keep` largest, and maybe a few others."""
     parts: list[Active] = []
     n_found = 0
-    for first, pre_rB in _pre_activation_blocks(x_BD, encoders):
+    for first, pre_rB in _pieces(x_BD, encoders, cut):
         bias = bias_K[first : first + len(pre_rB)]
         parts.append(_entries_above(pre_rB, bias, cut, first))
         n_found += len(parts[-1].values_S)
         if n_found > PRUNE_AT * n_keep:
             # What the blocks so far hold above their n_keep-th largest is all that later blocks have to beat.
-            candidates = _concatenate(parts)
-            cut = max(cut, nth_largest(candidates.values_S, n_keep, ALONE.both))
-            parts = [_take(candidates, candidates.values_S >= cut)]
-            n_found = len(parts[0].values_S)
+            cut = max(cut, nth_largest(torch.cat([part.values_S for part in parts]), n_keep, ALONE.both))
+            parts = [_take(part, part.values_S >= cut) for part in parts]
+            n_found = sum(len(part.values_S) for part in parts)
     return _concatenate(parts) if parts else _none_of(x_BD)
+
+
+def _pieces(x_BD: Tensor, encoders: Sequence[Tensor], cut: float) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first latent, pre-activations): whole blocks, or pieces of them without a cut, which many would exceed."""
+    n_rows = max(1, DENSE_ELEMENTS // max(1, len(x_BD)))
+    for first, pre_rB in _pre_activation_blocks(x_BD, encoders):
+        for start in range(0, len(pre_rB), n_rows if cut <= 0 else len(pre_rB)):
+            yield first + start, pre_rB[start : start + n_rows] if cut <= 0 else pre_rB
 
 
 def _pre_activation_blocks(x_BD: Tensor, encoders: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dmsae.sae.config import SAEConfig
-from dmsae.sae.sparse import BLOCK_ELEMENTS, GRADIENT_ELEMENTS, PRUNE_AT
+from dmsae.sae.sparse import BLOCK_ELEMENTS, DENSE_ELEMENTS, GRADIENT_ELEMENTS, PRUNE_AT
 from dmsae.training.mesh import MeshConfig
 
 _LEARNED = 16
@@ -76,8 +76,8 @@ def step_bytes(sae: SAEConfig, n_tokens: int, n_latents: int = 1) -> int:
     """Return what a step allocates at most: the batch, its residuals, a block of pre-activations, candidates."""
     rows = sae.width // n_latents
     batch = 4 * n_tokens * sae.d_model
-    # A block in float32, a flag for each entry, and, before there is a threshold to start from, half of the entries.
-    block = (4 + 1 + _FOUND // 2) * min(BLOCK_ELEMENTS, rows * n_tokens)
+    # A block in float32, a flag for each entry; before there is a threshold to start from, half of a piece's entries.
+    block = (4 + 1) * min(BLOCK_ELEMENTS, rows * n_tokens) + _FOUND // 2 * min(DENSE_ELEMENTS, rows * n_tokens)
     survivors = min(sae.k_selected, sae.width) * n_tokens // n_latents
     candidates = min(PRUNE_AT * survivors, rows * n_tokens) * _ENTRY
     core = 2 * 4 * n_tokens * (sae.n_dense // n_latents)
