@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -129,11 +130,11 @@ def backward_(
     weight = objective.weight(len(residuals))
     upstreams = _upstreams_(residuals, -2 * weight / n_tokens)
 
-    squares: list[Tensor] = []
-    for part in _gradients(sae, active, offsets, core_BC, input_BD, upstreams):
-        squares += write_(sae, part)
-    for part in auxiliary.gradients if auxiliary is not None else ():
-        squares += write_(sae, part)
+    parts = chain(
+        _gradients(sae, active, offsets, core_BC, input_BD, upstreams), auxiliary.gradients if auxiliary else ()
+    )
+    # Through `map`, so that no part is held while the next is computed.
+    squares = list(chain.from_iterable(map(partial(write_, sae), parts)))
     square_b_dec = write_b_dec_(sae, upstreams[0], comms)
     grad_norm = summed_norm(sae, squares, square_b_dec, comms)
 
