@@ -38,6 +38,10 @@ _PATIENCE = timedelta(days=7)
 """How long ranks wait for the first one to have something to do: it may harvest or score meanwhile. Should it die, they
 hear of it at once."""
 
+_RECORDS = "TORCH_FR_BUFFER_SIZE"
+"""The variable that says how many of its last exchanges torch keeps a record of, to debug a hang. With gloo the records
+come to lie between the tensors of a step, and the heap grows around them; there are none unless it is set."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeshConfig:
@@ -171,6 +175,8 @@ def join(config: MeshConfig, device: str = "auto", facts: Json | None = None) ->
     if training_device(device).type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
+    else:
+        os.environ.setdefault(_RECORDS, "0")
     timeout = timedelta(seconds=config.timeout_seconds)
     with talking():
         store, rank, size = next(rendezvous("env://", timeout=timeout))
