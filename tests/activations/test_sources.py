@@ -15,7 +15,7 @@ from torch import Tensor
 from conftest import Recorder
 from dmsae.activations.harvest import Harvest, harvest
 from dmsae.activations.request import HarvestConfig
-from dmsae.activations.sources import ActivationSource, ArraySource, LiveSource, StoreSource
+from dmsae.activations.sources import ActivationSource, ArraySource, LiveSource, StoreSource, joined_
 from dmsae.activations.stream import ActivationStream
 from dmsae.config import to_dict
 from dmsae.errors import ConfigError, StoreError
@@ -118,3 +118,13 @@ def test_impossible_blocks_are_refused(tmp_path: Path) -> None:
         ArraySource(np.zeros((3, 2)), 0)
     with pytest.raises(ConfigError, match="mix_shards = 0; it must be a whole number of at least 1"):
         StoreSource(planted_store(tmp_path / "planted").store, 0)
+
+
+def test_joined_shards_are_let_go() -> None:
+    parts = {3: torch.randn(4, 8), 1: torch.zeros(0, 8), 2: torch.randn(2, 8)}
+    expected = torch.cat([parts[1], parts[2], parts[3]])
+    assert torch.equal(joined_(parts, 8), expected)
+    assert not parts
+    half = joined_({0: torch.randn(3, 8).bfloat16()}, 8)
+    assert half.dtype is torch.bfloat16
+    assert joined_({}, 8).shape == joined_({0: torch.zeros(0, 8)}, 8).shape == (0, 8)

@@ -4,6 +4,7 @@ A source gives its rows in blocks. In the first epoch a store and a live source 
 same order, so both give the same batches, up to the rounding of the stored dtype.
 """
 
+import mmap
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
@@ -69,6 +70,26 @@ class ShardedSource(Protocol):
         """Return the shards of a block that belong to a share, or None past the end of the epoch."""
 
 
+def joined_(shards: Shards, d_model: int) -> Tensor:
+    """Return the rows of shards [n, D] in the order of their places, letting go of each shard when it is copied.
+
+    They lie in pages of their own, which go back to the system with them. From the heap, which the thread that reads
+    ahead shares with others, a block may not fit where the last one was, and then two of them stay.
+    """
+    places, n_rows = sorted(shards), sum(map(len, shards.values()))
+    if not n_rows:
+        return torch.zeros(0, d_model)
+    dtype = shards[places[0]].dtype
+    pages = mmap.mmap(-1, n_rows * d_model * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    rows = torch.frombuffer(pages, dtype=dtype).view(n_rows, d_model)
+    start = 0
+    for place in places:
+        shard = shards.pop(place)
+        rows[start : start + len(shard)] = shard
+        start += len(shard)
+    return rows
+
+
 def as_source(data: "ActivationSource | Store | Array") -> "ActivationSource":
     """Return the source that a store, an array or a tensor stands for; a source is returned as it is."""
     if isinstance(data, Store):
@@ -111,7 +132,8 @@ class StoreSource:
 
     def block(self, epoch: int, index: int, seed: int) -> Tensor | None:
         """Return the rows of a few shards, every byte of them verified."""
-        return _joined(self.shards(epoch, index, seed))
+        shards = self.shards(epoch, index, seed)
+        return None if shards is None else joined_(shards, self.d_model)
 
     def shards(self, epoch: int, index: int, seed: int, share: Share = WHOLE) -> Shards | None:
         """Return some shards of a block, every byte of them verified; the others are not opened."""
@@ -161,7 +183,8 @@ class LiveSource:
 
     def block(self, epoch: int, index: int, seed: int) -> Tensor | None:
         """Return the rows of a few shards, computed now."""
-        return _joined(self.shards(epoch, index, seed))
+        shards = self.shards(epoch, index, seed)
+        return None if shards is None else joined_(shards, self.d_model)
 
     def shards(self, epoch: int, index: int, seed: int, share: Share = WHOLE) -> Shards | None:
         """Return some shards of a block, computed now; the model does not see the contexts of the others."""
@@ -193,10 +216,6 @@ def _belongs(place: int, share: Share) -> bool:
     """Return whether the shard at a place of an epoch belongs to a share."""
     part, n_parts = share
     return place % n_parts == part
-
-
-def _joined(shards: Shards | None) -> Tensor | None:
-    return None if shards is None else torch.cat(list(shards.values()))
 
 
 def _reopened(path: Path, mix_shards: int) -> StoreSource:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmsae.activations.sources import ActivationSource, SampledSource, ShardedSource
+from dmsae.activations.sources import ActivationSource, SampledSource, ShardedSource, joined_
 from dmsae.activations.token_sample import TokenSample
 from dmsae.config import require, require_whole
 from dmsae.errors import StoreError
@@ -174,9 +174,8 @@ class ActivationStream:
         shards = self._sharded.shards(epoch, block, self._seed, (self._data.rank, self._data.size))
         if shards is None:
             return None
-        rows = torch.cat(list(shards.values())) if shards else torch.zeros(0, self.d_model)
-        sizes = [(place, len(shard)) for place, shard in shards.items()]
-        return _Read(rows, torch.tensor(sizes, dtype=torch.int64).view(-1, 2))
+        sizes = [(place, len(shard)) for place, shard in sorted(shards.items())]
+        return _Read(joined_(shards, self.d_model), torch.tensor(sizes, dtype=torch.int64).view(-1, 2))
 
     def _next_epoch(self) -> None:
         if not self._epoch_gave_a_batch:
