@@ -16,25 +16,24 @@ import json
 import multiprocessing
 import os
 import resource
+import socket
 import statistics
-import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from dmsae.activations.sources import MIX_SHARDS, WHOLE, Shards, Share
+from dmsae.activations.sources import MIX_SHARDS, WHOLE, Shards, Share, joined_
 from dmsae.activations.stream import ActivationStream
 from dmsae.config import Json
-from dmsae.sae.comms import ALONE, Comms, batch_bytes, step_bytes
+from dmsae.sae.comms import batch_bytes, step_bytes
 from dmsae.sae.config import SAEConfig, matryoshka_nesting
 from dmsae.sae.variance import variance
 from dmsae.training.config import TrainConfig
 from dmsae.training.learner import Learner, SAESpec
-from dmsae.training.mesh import MeshConfig, place
+from dmsae.training.mesh import MeshConfig, join
 
 MESHES = (MeshConfig(2, 1), MeshConfig(2, 1, share_memory=False), MeshConfig(1, 2))
 N_BATCHES = MIX_SHARDS
@@ -73,22 +72,22 @@ class InMemory:
         self.facts: Json = {}
 
     def block(self, epoch: int, index: int, seed: int) -> torch.Tensor | None:
-        """Return all shards."""
-        return None if index else torch.cat(self._shards)
+        """Return all shards, joined as those of a store are."""
+        shards = self.shards(epoch, index, seed)
+        return None if shards is None else joined_(shards, self.d_model)
 
     def shards(self, epoch: int, index: int, seed: int, share: Share = WHOLE) -> Shards | None:
         """Return the shards of a share."""
         return None if index else {at: x for at, x in enumerate(self._shards) if at % share[1] == share[0]}
 
 
-def work(end: Connection, cell: Cell, mesh: MeshConfig, rank: int, rendezvous: Path) -> None:
+def work(end: Connection, cell: Cell, mesh: MeshConfig, rank: int, port: int) -> None:
     """Take as many steps as asked for, again and again; answer with the seconds and the memory used."""
     torch.set_num_threads(2 if mesh.size == 1 else 1)
-    os.environ["RANK"] = str(rank)
-    comms: Comms = ALONE
-    if mesh.size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=mesh.size)
-        comms = place(mesh)
+    if mesh.size > 1:  # as torchrun starts them
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(mesh.size)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    comms = join(mesh, "cpu")
     stream = ActivationStream(InMemory(make_batches(cell)), cell.batch, data=comms.data, everyone=comms.both)
     next(stream)
     at_first = peak_bytes()
@@ -116,17 +115,25 @@ def name_of(mesh: MeshConfig) -> str:
     return f"{mesh.data}x{mesh.latents}" + ("" if mesh.share_memory else ", sent")
 
 
+def free_port() -> int:
+    """Return a port on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
 class Workers:
     """The processes of one mesh."""
 
-    def __init__(self, cell: Cell, mesh: MeshConfig, folder: Path) -> None:
+    def __init__(self, cell: Cell, mesh: MeshConfig) -> None:
         context = multiprocessing.get_context("spawn")
+        port = free_port()
         self.n_ranks = mesh.size
         self._ends, self._processes = [], []
         for rank in range(self.n_ranks):
             mine, theirs = context.Pipe()
-            name = folder / name_of(mesh)
-            process = context.Process(target=work, args=(theirs, cell, mesh, rank, name), daemon=True)
+            process = context.Process(target=work, args=(theirs, cell, mesh, rank, port), daemon=True)
             process.start()
             self._ends.append(mine)
             self._processes.append(process)
@@ -156,23 +163,22 @@ def loopback_bytes() -> int:
 
 def measure(cell: Cell, turns: int) -> list[dict[str, Any]]:
     """Return a row for each mesh."""
-    with tempfile.TemporaryDirectory() as folder:
-        alone = Workers(cell, MeshConfig(), Path(folder))
-        meshes = {mesh: Workers(cell, mesh, Path(folder)) for mesh in MESHES}
-        for workers in (alone, *meshes.values()):
-            workers.turn(2)  # warms up: the first selection has no threshold to start from
-        ratios: dict[MeshConfig, list[float]] = {mesh: [] for mesh in MESHES}
-        wire: dict[MeshConfig, list[float]] = {mesh: [] for mesh in MESHES}
-        memory: dict[MeshConfig, int] = {}
-        for _ in range(turns):
-            one, one_bytes = alone.turn(STEPS_PER_TURN)
-            for mesh, workers in meshes.items():
-                before = loopback_bytes()
-                seconds, memory[mesh] = workers.turn(STEPS_PER_TURN)
-                wire[mesh].append((loopback_bytes() - before) / STEPS_PER_TURN / workers.n_ranks)
-                ratios[mesh].append(one / seconds)
-        for workers in (alone, *meshes.values()):
-            workers.close()
+    alone = Workers(cell, MeshConfig())
+    meshes = {mesh: Workers(cell, mesh) for mesh in MESHES}
+    for workers in (alone, *meshes.values()):
+        workers.turn(2)  # warms up: the first selection has no threshold to start from
+    ratios: dict[MeshConfig, list[float]] = {mesh: [] for mesh in MESHES}
+    wire: dict[MeshConfig, list[float]] = {mesh: [] for mesh in MESHES}
+    memory: dict[MeshConfig, int] = {}
+    for _ in range(turns):
+        one, one_bytes = alone.turn(STEPS_PER_TURN)
+        for mesh, workers in meshes.items():
+            before = loopback_bytes()
+            seconds, memory[mesh] = workers.turn(STEPS_PER_TURN)
+            wire[mesh].append((loopback_bytes() - before) / STEPS_PER_TURN / workers.n_ranks)
+            ratios[mesh].append(one / seconds)
+    for workers in (alone, *meshes.values()):
+        workers.close()
     rows = []
     for mesh in MESHES:
         n_prefixes = len(matryoshka_nesting(cell.width))
