@@ -16,7 +16,7 @@ from dmsae.sae.comms import Comms
 from dmsae.sae.config import SAEConfig
 from dmsae.training.crew import run_on_all
 from dmsae.training.mesh import MeshConfig
-from mesh_work import be_rank
+from mesh_ranks import be_rank
 
 QUICK = EvaluateConfig(
     measures=("fidelity", "redundancy", "activity"), settings={"redundancy": RedundancyConfig(meta_steps=20)}

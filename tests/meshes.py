@@ -23,7 +23,9 @@ from dmsae.sae.comms import Comms
 from dmsae.training.mesh import MeshConfig, place
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch._dynamo", "transformers.models.llama.modeling_llama", "mesh_evaluations"])
+SERVER.set_forkserver_preload(
+    ["torch._dynamo", "transformers.models.llama.modeling_llama", "mesh_evaluations", "mesh_stages", "mesh_trainings"]
+)
 
 SHAPES = [(2, 1), (1, 2), (2, 2)]
 """Data × latents."""

@@ -14,7 +14,8 @@ import pytest
 from dmsae.activations.harvest import harvest
 from dmsae.activations.request import HarvestConfig
 from dmsae.cli import main
-from mesh_work import harvest_as_rank, harvest_here
+from mesh_ranks import harvest_as_rank
+from mesh_stages import harvest_here
 from meshes import Meshes, join_all, meshes, start_ranks
 from tiny_recipe import write_recipe
 

@@ -17,7 +17,7 @@ from dmsae.activations.store import Store, StoreWriter
 from dmsae.activations.stream import Cursor
 from dmsae.disk.layout import shard_file
 from dmsae.sae.comms import ALONE
-from mesh_work import Streamed, hear_of_stream, read_stream, train_on_store
+from mesh_streams import Streamed, hear_of_stream, read_stream, train_on_store
 from meshes import Meshes, meshes
 from planted import REQUEST, planted_store
 

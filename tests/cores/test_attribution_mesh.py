@@ -16,7 +16,7 @@ from dmsae.cores.attribution import Attribution, AttributionConfig, QuantileOver
 from dmsae.disk.layout import shard_file
 from dmsae.sae.config import DenseCore, SAEConfig
 from dmsae.sae.sae import SAE
-from mesh_work import score_here
+from mesh_stages import score_here
 from meshes import Meshes, meshes
 from planted import REQUEST, planted_store
 

@@ -19,7 +19,7 @@ from dmsae.evaluation.fidelity import kept_fidelity
 from dmsae.sae.config import CoreMode
 from dmsae.sae.sae import SAE
 from dmsae.training.config import TrainConfig
-from mesh_work import distill_here
+from mesh_stages import distill_here
 from meshes import meshes
 from planted import planted_store
 

@@ -12,7 +12,7 @@ from dmsae.sae.config import SAEConfig
 from dmsae.sae.sae import file_shapes
 from dmsae.sae.shard import owned_rows, sharded_tensors
 from dmsae.sae.variance import variance
-from mesh_work import Case, cut, largest_of_rows, step, there_and_back
+from mesh_steps import Case, cut, largest_of_rows, step, there_and_back
 from meshes import SHAPES, Meshes, meshes
 from strategies import configs
 

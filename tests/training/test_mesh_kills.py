@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mesh_work import train_as_rank
+from mesh_ranks import train_as_rank
 from meshes import SHAPES, join_all, start_ranks
 from planted import planted_store
 

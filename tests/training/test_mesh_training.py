@@ -1,6 +1,10 @@
 """Trainings on meshes of processes against those of one process: the same numbers, and checkpoints that any resumes."""
 
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -18,17 +22,16 @@ from dmsae.sae.sae import SAE
 from dmsae.sae.shard import owned_rows
 from dmsae.training.learner import sharded_names
 from dmsae.training.mesh import MeshConfig, join, require_fits
-from mesh_work import (
+from mesh_talks import same, settle
+from mesh_trainings import (
     CORE,
     DETECTORS,
     lead_or_follow,
     learn,
     load_parts,
     resume_failing,
-    same,
     save_parts,
     save_whole,
-    settle,
     specs,
     train_here,
 )
@@ -258,3 +261,23 @@ def test_a_mesh_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match="2 × 2, but torchrun started 3 processes"):
         join(MeshConfig(data=2, latents=2))
+
+
+def test_gloo_keeps_no_records_unless_asked_for() -> None:
+    code = (
+        "import json, torch, torch.distributed as dist\n"
+        "from dmsae.training.mesh import MeshConfig, join\n"
+        "join(MeshConfig(), 'cpu')\n"
+        "dist.all_reduce(torch.zeros(1))\n"
+        "print(len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get('entries', [])))\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for asked, least in (({}, 0), ({"TORCH_FR_BUFFER_SIZE": "100"}, 1)):
+        given = {name: value for name, value in os.environ.items() if name != "TORCH_FR_BUFFER_SIZE"} | alone | asked
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=given)
+        assert done.returncode == 0, done.stderr
+        n_records = int(done.stdout.splitlines()[-1])
+        assert n_records >= least if asked else n_records == 0

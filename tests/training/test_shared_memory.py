@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmsae.training.shared_memory import _NONCE, _opened, _Place, add_up_
-from mesh_work import sum_held, sum_often
+from mesh_talks import sum_held, sum_often
 from meshes import Meshes, meshes
 
 
