@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,10 +51,19 @@ def kept_or_run(directory: Path, part: str, seed: int, settings: Json, run: Call
     figures = run()
     took = {"seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - started_cpu}
     result = _facts(part, seed, settings) | _made_with() | {name: round(t, 1) for name, t in took.items()}
-    result["figures"] = figures
+    result["figures"] = _rounded(figures)
     directory.mkdir(parents=True, exist_ok=True)
     write_json(result_file(directory, part, seed), result, indent=None)  # curves are long lists of numbers
     return result
+
+
+def _rounded(value: Any) -> Any:
+    """Return figures with six significant digits, which is more than seeds agree in."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def kept_result(directory: Path, part: str, seed: int, settings: Json) -> Json | None:
