@@ -125,7 +125,7 @@ def method(row: Json) -> str:
 def benchmark(figures: Sequence[Json]) -> "Figure":
     """Return every score against the measured L0: DMSAEs, MSAE and BatchTopK, with random cores and the nulls."""
     scores = list(dict.fromkeys((row["measure"], row["figure"]) for one in figures for row in one["scores"]))
-    shown = [score for score in scores if score != ("fidelity", "l0")]
+    shown = [score for score in scores if score not in (("fidelity", "l0"), ("activity", "l0_batchtopk.total"))]
     figure, axes = panels(len(shown), columns=3, width=2.9, height=2.3)
     for axis, score in zip(axes, shown, strict=True):
         for name, series in METHODS.items():
