@@ -216,7 +216,7 @@ def regime(figures: Sequence[Json]) -> "Figure":
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_yticks(range(len(names)), [f"{name}{_sizes(name, all_tried)}" for name in names])
     axis.invert_yaxis()
-    axis.set_xlabel("price of the best other core less that of the core; above 0 the core wins")
+    axis.set_xlabel("price of the best other core less that of the core\n(above 0 the core wins)")
     axis.set_ylabel("regime")
     return legend_below(figure, [axis], columns=2)
 
