@@ -5,7 +5,7 @@ ranks on one machine do, and once with all of them sent, as between machines. On
 ratio of their throughputs is the median over turns: 1 is as fast as one process. *Wire* is what one rank sends in a
 step, from the counters of the loopback device (so other traffic on it counts too, and the headers of packets), beside
 what the design says (`step_bytes` and `batch_bytes`) of ranks that share no memory. *Memory* is the peak of the largest
-rank above what it needed for its imports and the data, as a share of that of one process. The step is
+rank above what its imports and the data take, as a share of that of one process. The step is
 `Learner.advance` on the next batch of a stream whose data ranks exchange rows; data as in `step.py`, none dead.
 
     python benchmarks/mesh.py [--turns 9] [--width 16384] [--d-model 576] [--batch 2048] [--k 40 320]
@@ -90,7 +90,7 @@ def work(end: Connection, cell: Cell, mesh: MeshConfig, rank: int, port: int) ->
     comms = join(mesh, "cpu")
     stream = ActivationStream(InMemory(make_batches(cell)), cell.batch, data=comms.data, everyone=comms.both)
     next(stream)
-    at_first = peak_bytes()
+    at_first = resident_bytes()
     config = TrainConfig(tokens=10**9, batch_size=cell.batch, device="cpu")
     sae = SAEConfig(cell.d_model, cell.width, cell.k, matryoshka_nesting(cell.width))
     learner = Learner(SAESpec("sae", sae), config, config.schedule(), torch.zeros(cell.d_model), 1.0, comms)
@@ -103,6 +103,11 @@ def work(end: Connection, cell: Cell, mesh: MeshConfig, rank: int, port: int) ->
             learner.advance(step, x_BD, variance(x_BD, comms.data))
             step += 1
         end.send((time.perf_counter() - begun, peak_bytes() - at_first))
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def peak_bytes() -> int:

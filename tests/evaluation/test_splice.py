@@ -48,7 +48,7 @@ def test_a_perfect_reconstruction_recovers_all_and_ablations_nothing(store: Stor
     ]
     perfect, zero, mean = splice(subjects, model, store, all_of_it)
     assert perfect.n_tokens <= store.n_rows(Split.HELDOUT)
-    assert perfect.loss_recovered_zero == perfect.loss_recovered_mean == pytest.approx(1)
+    assert (perfect.loss_recovered_zero, perfect.loss_recovered_mean) == pytest.approx((1, 1))
     assert (perfect.ce, perfect.kl) == pytest.approx((perfect.ce_clean, 0), abs=1e-6)
     assert (zero.loss_recovered_zero, zero.ce, zero.kl) == pytest.approx((0, zero.ce_zero, zero.kl_zero))
     assert (mean.loss_recovered_mean, mean.ce, mean.kl) == pytest.approx((0, mean.ce_mean, mean.kl_mean), abs=1e-5)
