@@ -78,11 +78,13 @@ def legend_below(figure: "Figure", axes: "Sequence[Axes]", columns: int, title: 
 def save(figure: "Figure", directory: Path, name: str) -> list[Path]:
     """Write a figure as SVG and PNG, and return both files. The same figure gives the same bytes."""
     import matplotlib.pyplot as plt
+    from PIL import Image
 
     directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / f"{name}.{kind}" for kind in ("svg", "png")]
-    for path in paths:
-        dated = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-        figure.savefig(path, dpi=160, metadata=dated)
+    vector, picture = (directory / f"{name}.{kind}" for kind in ("svg", "png"))
+    figure.savefig(vector, metadata={"Date": None})
+    figure.savefig(picture, dpi=160, metadata={"Software": None})
     plt.close(figure)
-    return paths
+    with Image.open(picture) as drawn:  # few colours are used: a palette of them takes a third of the space
+        drawn.convert("RGB").quantize(256).save(picture, optimize=True)
+    return [vector, picture]
