@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from dmsae.evaluation.scores import Evaluation, as_json, look_up, part_of_the_wa
 from dmsae.evaluation.subject import Subject
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.config import SAEConfig
+from dmsae.sae.sae import SAE
 from planted import planted_store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,7 +105,7 @@ def test_the_null_to_beat_is_the_best_even_above_a_measured_ceiling(
 
 def test_every_score_stands_beside_its_nulls(asked: list[list[str]], store: Store, tmp_path: Path) -> None:
     evaluation = run(store, tmp_path / "out", ("a", "b"))
-    assert len(asked[0]) == 10
+    assert len(asked[0]) == 6, "both are of one shape and fire as often: they share the nulls of the first"
     rows = evaluation.rows()
     assert [(row.sae, row.figure) for row in rows] == [("a", "size"), ("b", "size"), ("a", "best"), ("b", "best")]
     size = rows[0]
@@ -111,6 +113,27 @@ def test_every_score_stands_beside_its_nulls(asked: list[list[str]], store: Stor
     assert (size.score, size.null, size.ceiling) == (5.0, 3.0, 9.0), "the null to beat is the nearest to the ceiling"
     assert size.part == pytest.approx((5 - 3) / (9 - 3))
     assert (rows[2].null, rows[2].part) == (None, None), "without a ceiling there is no way to it"
+
+
+def test_saes_of_one_shape_that_fire_as_often_share_nulls(asked: list[list[str]], store: Store, tmp_path: Path) -> None:
+    one, rare = random_sae(CONFIG, 0, 0.2), random_sae(CONFIG, 1, 1.0)
+    alike = SAE(CONFIG)
+    alike.load_state_dict(one.state_dict())
+    alike.W_dec.data[0] *= -1
+    other_shape = random_sae(SAEConfig(32, 64, 4, (32, 64)), 0, 0.2)
+    saes = {"one": one, "rare": rare, "alike": alike, "other shape": other_shape}
+    nulls = (NullKind.UNTRAINED, NullKind.RANDOM_FIRING)
+    evaluation = evaluate(saes, store, tmp_path / "shared", EvaluateConfig(("toy",), nulls))
+    owners = Counter(subject["null_of"] for subject in evaluation.subjects.values() if subject["null_of"])
+    assert owners == {"one": 2, "rare": 2, "other shape": 2}
+    rows = {row.sae: row.nulls for row in evaluation.rows() if row.figure == "size"}
+    assert set(rows["alike"]) == {"untrained", "random_firing"}, "it is compared with those of the first"
+    assert Evaluation.load(tmp_path / "shared").rows() == evaluation.rows()
+    assert len(asked[-1]) == 4 + 6
+    evaluate(saes, store, tmp_path / "own", EvaluateConfig(("toy",), nulls, share_nulls=0.0))
+    assert len(asked[-1]) == 4 + 8
+    with pytest.raises(ConfigError, match="share_nulls"):
+        EvaluateConfig(share_nulls=-1.0)
 
 
 def test_a_null_that_is_the_sae_in_what_a_measure_reads_is_left_out(
@@ -153,13 +176,15 @@ def test_what_is_kept_is_not_measured_again(asked: list[list[str]], store: Store
     assert len(asked) == 1
     assert again == first
     run(store, tmp_path / "out", ("a", "b"))
-    assert [name.split(" / ")[0] for name in asked[1]] == ["b"] * 5, "only what is new"
+    assert asked[1] == ["b"], "only what is new: it shares the nulls of the first"
+    run(store, tmp_path / "out", ("a", "b"), share_nulls=0.0)
+    assert [name.split(" / ")[0] for name in asked[2]] == ["b"] * 4, "its own nulls"
     run(store, tmp_path / "out", settings={"toy": ToyConfig(plus=1.0)})
-    assert len(asked[2]) == 5, "other settings"
+    assert len(asked[3]) == 5, "other settings"
     run(store, tmp_path / "out", null=NullConfig(seed=1))
-    assert len(asked[3]) == 4, "other nulls of the same SAE"
+    assert len(asked[4]) == 4, "other nulls of the same SAE"
     run(store, tmp_path / "out", nulls=())
-    assert len(asked) == 4
+    assert len(asked) == 5
 
 
 def test_a_new_version_of_a_measure_measures_again(

@@ -33,7 +33,8 @@ from dmsae.training.mesh import MeshConfig, started
 class EvaluateCommand:
     """Measure SAEs on held-out text, each beside nulls that show what a worthless dictionary gets.
 
-    Every SAE is measured together with dictionaries of its own shape that fire as often and know nothing. The table
+    Every SAE is measured together with dictionaries of its own shape that fire as often and know nothing; SAEs that are
+    alike in both share them. The table
     shows the score, the strongest null, and the part of the way from null to ceiling. evaluation.json holds all that
     the command asked for. Finished results are kept: Ctrl-C loses little, the same command resumes, and to ask for more
     SAEs or measures costs only these. Processes that torchrun starts share SAEs and nulls among them.
@@ -47,6 +48,9 @@ class EvaluateCommand:
     """What to measure, by name."""
     nulls: tuple[NullKind, ...] = tuple(NullKind)
     """The nulls beside each SAE. Fewer are faster; none: `--nulls` alone."""
+    share_nulls: float = EvaluateConfig.share_nulls
+    """SAEs of one shape whose L0s differ by no more than this share are compared with the nulls of the first of them.
+    0: each has nulls of its own."""
     out: Path = Path("evaluation")
     """Directory for the results."""
     model: str = ""
@@ -84,7 +88,7 @@ def _run(command: EvaluateCommand, comms: Comms) -> None:
     everyone, progress = comms.both, TERMINAL if comms.is_first else SILENT
     with settled(everyone):
         settings = {name: getattr(command, name) for name in MEASURES}
-        config = EvaluateConfig(command.measures, command.nulls, command.null, settings)
+        config = EvaluateConfig(command.measures, command.nulls, command.null, command.share_nulls, settings)
         found = find_saes(command.saes)
         store = store_of(found, command.store, command.root)
     model = partial(load_model, store, command.model, command.device, progress)

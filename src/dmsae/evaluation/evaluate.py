@@ -8,6 +8,7 @@ on any SAE is kept in the cache directory and shared by all evaluations.
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -47,6 +48,9 @@ class EvaluateConfig:
     nulls: tuple[NullKind, ...] = tuple(NullKind)
     """The nulls that every SAE is evaluated beside."""
     null: NullConfig = field(default_factory=NullConfig)
+    share_nulls: float = 0.1
+    """SAEs of one shape share the nulls of the first of them if the L0s of their core and prefix groups differ, in all,
+    by no more than this share. 0: every SAE has nulls of its own."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The config of each measure by name; those left out have their defaults."""
 
@@ -55,6 +59,7 @@ class EvaluateConfig:
             if name not in MEASURES:
                 raise ConfigError(f"Unknown measure {name!r}. {nearest(name, MEASURES)}")
         require(bool(self.measures), "measures", self.measures, "name at least one measure")
+        require(0 <= self.share_nulls < math.inf, "share_nulls", self.share_nulls, "be a number of at least 0")
 
     def of(self, measure: str) -> Any:
         """Return the config of one measure."""
@@ -81,14 +86,19 @@ def evaluate(
     progress = progress if is_first else SILENT
     measured: dict[str, Json] = {}
     not_run: dict[str, str] = {}
+    makers: dict[str, NullMaker] = {}
+    owners: dict[str, str] = {}
     with ExitStack() as held:
         with settled(everyone):
             require(bool(saes), "saes", list(saes), "name at least one SAE")
             require_heldout(store, [Subject(name, sae) for name, sae in saes.items()])
             bench = _Bench(store, saes, out / layout.RESULTS, model, progress, everyone)
-            candidates = [one for name, sae in saes.items() for one in _candidates(name, sae, store, config)]
+            makers = {name: NullMaker(sae, store, config.null) for name, sae in saes.items()}
             if is_first:
                 held.enter_context(exclusive_lock(out / layout.LOCK, f"The evaluation in {out}"))
+                owners = null_owners(makers, config.share_nulls if config.nulls else 0.0)
+        owners = everyone.of_first(owners)  # ranks may round differently, and have to agree
+        candidates = [one for name in saes for one in _candidates(name, makers[name], owners[name], config.nulls)]
         for i, name in enumerate(config.measures):
             progress.note(f"{name} ({i + 1} of {len(config.measures)}): {MEASURES[name].about}")
             try:
@@ -111,23 +121,35 @@ def evaluate(
 class _Candidate:
     """A subject that is made only if something about it is still to be measured."""
 
-    def __init__(self, name: str, sae: SAE, sae_digest: str, kind: NullKind | None, nulls: NullMaker) -> None:
-        self.name, self.kind, self._sae, self._nulls = name, kind, sae, nulls
+    def __init__(self, name: str, sae_digest: str, kind: NullKind | None, nulls: NullMaker) -> None:
+        self.name, self.kind, self._nulls = name, kind, nulls
         digest = canonical_hash([sae_digest, kind, nulls.facts]) if kind else sae_digest
-        self.facts: Json = {"digest": digest, "config": to_dict(sae.config), "null_of": "", "null_kind": ""}
+        self.facts: Json = {"digest": digest, "config": to_dict(nulls.sae.config), "null_of": "", "null_kind": ""}
 
     @cached_property
     def subject(self) -> Subject:
-        dictionary = self._nulls.make(self.kind) if self.kind else self._sae
+        dictionary = self._nulls.make(self.kind) if self.kind else self._nulls.sae
         return Subject(self.name, dictionary, self.facts["null_of"], self.facts["null_kind"])
 
 
-def _candidates(name: str, sae: SAE, store: Store, config: EvaluateConfig) -> Iterator[_Candidate]:
-    """Yield an SAE and its nulls."""
-    nulls, sae_digest = NullMaker(sae, store, config.null), digest_of(sae)
-    yield _Candidate(name, sae, sae_digest, None, nulls)
-    for kind in config.nulls:
-        null = _Candidate(f"{name} / {kind}", sae, sae_digest, kind, nulls)
+def null_owners(makers: Mapping[str, NullMaker], within: float) -> dict[str, str]:
+    """Return, for each SAE, the one whose nulls it is compared with: the first of its shape that fires about as often,
+    by `within`, or itself."""
+    owners: dict[str, str] = {}
+    for name, maker in makers.items():
+        alike = (one for one in dict.fromkeys(owners.values()) if within and makers[one].may_stand_for(maker, within))
+        owners[name] = next(alike, name)
+    return owners
+
+
+def _candidates(name: str, nulls: NullMaker, owner: str, kinds: Sequence[NullKind]) -> Iterator[_Candidate]:
+    """Yield an SAE and, unless they are those of another, its nulls."""
+    sae_digest = digest_of(nulls.sae)
+    itself = _Candidate(name, sae_digest, None, nulls)
+    itself.facts["nulls_from"] = owner
+    yield itself
+    for kind in kinds if owner == name else ():
+        null = _Candidate(f"{name} / {kind}", sae_digest, kind, nulls)
         null.facts |= {"null_of": name, "null_kind": str(kind)}
         yield null
 

@@ -73,7 +73,7 @@ class NullMaker:
 
     def __init__(self, sae: SAE, store: Store, config: NullConfig | None = None) -> None:
         require_heldout(store, [Subject("the SAE", sae)])
-        self._sae, self._store, self._config = sae, store, config or NullConfig()
+        self.sae, self._store, self._config = sae, store, config or NullConfig()
 
     @property
     def facts(self) -> Json:
@@ -88,13 +88,24 @@ class NullMaker:
             case NullKind.RANDOM_ENCODER:
                 return self._with_fitted_decoder()
             case NullKind.PERMUTED_DECODER:
-                return permuted_decoder(self._sae, self._config.seed)
+                return permuted_decoder(self.sae, self._config.seed)
             case NullKind.RANDOM_FIRING:
-                return RandomFiring(self._sae, self._firing, self._config.seed)
+                return RandomFiring(self.sae, self._firing, self._config.seed)
+
+    def may_stand_for(self, other: "NullMaker", within: float) -> bool:
+        """Return whether these nulls show what a worthless dictionary gets in the place of another SAE, too: it has
+        the same shape, and the L0s of its core and prefix groups differ by no more than a share of them in all."""
+        if shape_of(self.sae.config) != shape_of(other.sae.config):
+            return False
+        mine, others = (one._l0_groups() for one in (self, other))
+        return float((mine - others).abs().sum()) <= within * float(mine.sum())
+
+    def _l0_groups(self) -> Tensor:
+        return torch.stack([self._firing.rates_K[low:high].sum() for low, high in _groups(self.sae.config)])
 
     @cached_property
     def _firing(self) -> Firing:
-        return firing(self._sae, self._store)
+        return firing(self.sae, self._store)
 
     @cached_property
     def _sample(self) -> Tensor:
@@ -104,7 +115,7 @@ class NullMaker:
     @torch.no_grad()
     def _untrained(self) -> SAE:
         """Return a fresh SAE of the same shape whose core and prefix groups fire as often as the SAE's."""
-        config = shape_of(self._sae.config)
+        config = shape_of(self.sae.config)
         n_core = config.n_core
         draws = generator(self._config.seed, "untrained")
         core_rows = normalize(torch.randn(n_core, config.d_model, generator=draws)) if n_core else None
@@ -117,7 +128,7 @@ class NullMaker:
             cut = cut_for(float(self._firing.rates_K[part].sum()), sae, part, self._store)
             # Activations are positive: where more has to fire than is, a bias lifts it above 0.
             sae.threshold[part], sae.b_enc[part] = max(cut, 0.0), max(-cut, 0.0)
-        return sae.to(self._sae.W_dec)
+        return sae.to(self.sae.W_dec)
 
     @torch.no_grad()
     def _with_fitted_decoder(self) -> SAE:
@@ -125,7 +136,7 @@ class NullMaker:
 
         It is fitted for all latents together, not for each prefix.
         """
-        sae = SAE(self._untrained.config).to(self._sae.W_dec).requires_grad_(False)
+        sae = SAE(self._untrained.config).to(self.sae.W_dec).requires_grad_(False)
         sae.load_state_dict(self._untrained.state_dict())
         W_dec, b_dec = ridge_decoder(self._untrained, self._sample, self._config.ridge)
         norms_K = W_dec.norm(dim=1)

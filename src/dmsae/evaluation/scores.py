@@ -38,7 +38,8 @@ class Evaluation:
     """Key of the store."""
     model: Json
     subjects: dict[str, Json]
-    """By name: `digest`, `config`, and for a null `null_of` and `null_kind`."""
+    """By name: `digest`, `config`, for a null `null_of` and `null_kind`, for an SAE `nulls_from`: the SAE whose nulls
+    it is compared with."""
     measures: dict[str, Json]
     """By name: `settings`, `seconds`, and `results` by subject."""
     not_run: dict[str, str]
@@ -61,10 +62,11 @@ class Evaluation:
 
     def _row(self, sae: str, measure: str, score: Score) -> ScoreRow:
         results = self.measures[measure]["results"]
+        owner = self.subjects[sae].get("nulls_from", sae)
         nulls = {
             str(subject["null_kind"]): look_up(results[name], score.figure)
             for name, subject in self.subjects.items()
-            if subject["null_of"] == sae and name in results
+            if subject["null_of"] == owner and name in results
         }
         if score.null:
             nulls["own"] = look_up(results[sae], score.null)

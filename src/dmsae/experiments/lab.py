@@ -164,7 +164,7 @@ class Lab:
     ) -> list[Json]:
         """Evaluate SAEs that finished their training, each beside nulls."""
         saes = {one.name: SAE.load(one.directory) for one in results if one.state is TrainState.FINISHED}
-        config = EvaluateConfig(measures, nulls=nulls)
+        config = EvaluateConfig(measures, nulls=nulls, share_nulls=0.0)
         here = self._place("evaluation", {"saes": {name: digest_of(sae) for name, sae in saes.items()}})
         with self._held(here):
             evaluation = evaluate(saes, self.store, here, config, progress=self._progress)
