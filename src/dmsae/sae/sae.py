@@ -134,8 +134,8 @@ class SAE(nn.Module):
         """Return the activations [..., K] at inference: those above their latent's threshold."""
         n_detectors = self.config.n_detectors
         rows = self.W_enc_noncore if n_detectors else self.W_enc
-        f = nn.functional.linear(self.encoder_input(x), rows, self.b_enc).relu()
-        f = f * (f > self.threshold[n_detectors:])
+        f = nn.functional.linear(self.encoder_input(x), rows, self.b_enc)
+        f = f.masked_fill_(f <= self.threshold[n_detectors:].clamp(min=0), 0)  # in place: f is large
         return torch.cat([detect(x, self.W_enc_core, self.detectors), f], dim=-1) if n_detectors else f
 
     def decode(self, f: Tensor, prefix: int | None = None) -> Tensor:
