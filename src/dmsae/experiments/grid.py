@@ -25,6 +25,9 @@ class Preset(StrEnum):
 RECIPES = {Preset.SMOKE: "smoke", Preset.SMALL: "demo", Preset.MEDIUM: "default", Preset.PAPER: "gemma-2-2b"}
 """Which recipe gives the sizes of a preset."""
 
+SEEDS = {preset: (0,) if preset is Preset.SMOKE else (0, 1, 2) for preset in Preset}
+"""Seeds of a preset, unless others are asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Regime:
