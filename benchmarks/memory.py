@@ -47,7 +47,7 @@ def work(d_model: int, width: int, k: int, n: int, data: int, latents: int) -> N
     with tempfile.TemporaryDirectory() as scratch:
         place = comms.both.of_first(scratch)
         tiny = [SAESpec("tiny", SAEConfig(16, 64, 4, (16, 64)))]
-        recipe = TrainConfig(tokens=256, batch_size=64, norm_batches=1, device="cpu")
+        recipe = TrainConfig(tokens=256, batch_size=64, norm_batches=1, checkpoint_seconds=0, device="cpu")
         train_together(
             tiny,
             as_source(torch.ones(512, 16) + torch.eye(16).repeat(32, 1)),
