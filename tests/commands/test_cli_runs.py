@@ -13,6 +13,7 @@ from dmsae.commands.recipes import read_sections
 from dmsae.config import recipe_names
 from dmsae.cores.core import Core
 from dmsae.distillation.transfer import sae_specs
+from dmsae.sae.comms import ALONE
 from dmsae.sae.config import SparseCore
 from dmsae.sae.sae import SAE
 from tiny_recipe import write_recipe
@@ -189,3 +190,14 @@ def test_a_train_table_meant_for_a_distillation_is_pointed_out(
     with pytest.raises(SystemExit):
         main(["distill", "--recipe", str(recipe), "--store", "none", "--out", str(tmp_path / "run")])
     assert "this command reads [distill.train]" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_mesh_that_cannot_split_the_saes_is_refused_before_the_harvest(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dmsae.commands.distill.run_on_mesh", lambda _mesh, _device, _facts, work: work(ALONE))
+    with pytest.raises(SystemExit):
+        main(["distill", "--recipe", str(recipe), "--out", "run", "--mesh.latents", "3"])
+    assert "distill: width = 64; it must be a multiple of mesh.latents (3)" in capsys.readouterr().err
+    assert not list_stores()

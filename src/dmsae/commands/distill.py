@@ -30,7 +30,7 @@ from dmsae.errors import ConfigError
 from dmsae.formats import require_checkpoint
 from dmsae.sae.comms import ALONE, Comms
 from dmsae.training.crew import harvest_on, run_on_mesh
-from dmsae.training.mesh import MeshConfig
+from dmsae.training.mesh import MeshConfig, require_fits
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ def run(command: DistillCommand) -> None:
 
 
 def _run(command: DistillCommand, comms: Comms) -> None:
-    command.config.sae(d_model=1, n_core=0)  # impossible shapes are refused before anything is harvested
+    # Impossible shapes are refused before anything is harvested.
+    command.config.sae(d_model=1, n_core=0)
+    require_fits(command.mesh, command.config.train.batch_size, {"distill": command.config.width})
     if command.config.cycle0.source:
         require_checkpoint(command.config.cycle0.source)
     require_cycles(command.out, command.config.n_cycles)
