@@ -1,8 +1,10 @@
 """How long all native measures take: one SAE with cold and warm caches, ten SAEs; and matching 16k × 16k latents.
 
-Each SAE is evaluated with all of its nulls by every measure that runs without a judge. Ten SAEs are the one given with
-its non-core latents scaled a little: as much work as ten others. Matching is on random unit rows, the hardest case
-for a sparse solver, and on a permuted, noisy copy, in a process of its own whose peak memory is its own.
+Each SAE is evaluated beside nulls by every measure that runs without a judge. Ten SAEs are the one given with its
+non-core latents scaled a little: as much work as ten seeds of one recipe. They share nulls, since they have one shape
+and fire as often; `--own-nulls` gives each its own, as SAEs of different shapes have. Matching is on random unit rows,
+the hardest case for a sparse solver, and on a permuted, noisy copy, in a process of its own whose peak memory is its
+own.
 
     python benchmarks/evaluate.py SAE STORE [--saes 10] [--root STORES]    # a directory, a key; an hour on two cores
 """
@@ -22,7 +24,7 @@ from torch.nn.functional import normalize
 from dmsae.activations.store import open_store
 from dmsae.commands.terminal import TERMINAL
 from dmsae.evaluation.assignment import match_rows
-from dmsae.evaluation.evaluate import evaluate, load_model
+from dmsae.evaluation.evaluate import EvaluateConfig, evaluate, load_model
 from dmsae.sae.sae import SAE
 
 _MATCHED, _D_MODEL = 16_384, 576
@@ -66,6 +68,7 @@ def main() -> None:
     parser.add_argument("store", nargs="?", help="key of its store")
     parser.add_argument("--saes", type=int, default=10, help="how many SAEs to evaluate at once; 0: only the one")
     parser.add_argument("--root", type=Path, default=None, help="directory of stores")
+    parser.add_argument("--own-nulls", action="store_true", help="no two SAEs share nulls")
     parser.add_argument("--matching", action="store_true", help="only the matching")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
@@ -75,6 +78,7 @@ def main() -> None:
     sae = SAE.load(arguments.sae)
     store = open_store(arguments.store, arguments.root)
     model = load_model(store, progress=TERMINAL)
+    config = EvaluateConfig(share_nulls=0.0) if arguments.own_nulls else EvaluateConfig()
     seconds: dict[str, float] = {}
     by_measure: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -84,7 +88,7 @@ def main() -> None:
         for name, saes in runs.items():
             with cache:
                 start = time.perf_counter()
-                done = evaluate(saes, store, Path(scratch) / name, model=model, progress=TERMINAL)
+                done = evaluate(saes, store, Path(scratch) / name, config, model=model, progress=TERMINAL)
             seconds[name] = round(time.perf_counter() - start, 1)
             by_measure = by_measure or {one: round(found["seconds"], 1) for one, found in done.measures.items()}
             print(f"{name:12} {seconds[name]:8.0f} s", flush=True)
