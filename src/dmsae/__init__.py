@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from dmsae.distillation.distill import DistillConfig, distill
     from dmsae.distillation.transfer import TransferConfig, transfer
     from dmsae.errors import DmsaeError
+    from dmsae.evaluation.evaluate import EvaluateConfig, evaluate
     from dmsae.evaluation.fidelity import fidelity
+    from dmsae.evaluation.stability import stability
     from dmsae.formats.exchange import export_sae, import_sae
     from dmsae.formats.hub import from_pretrained, push_to_hub
     from dmsae.interventions.hooks import splice_into
@@ -68,7 +70,9 @@ _HOMES = {
     "distillation.distill": ("DistillConfig", "distill"),
     "distillation.transfer": ("TransferConfig", "transfer"),
     "errors": ("DmsaeError",),
+    "evaluation.evaluate": ("EvaluateConfig", "evaluate"),
     "evaluation.fidelity": ("fidelity",),
+    "evaluation.stability": ("stability",),
     "formats.exchange": ("export_sae", "import_sae"),
     "formats.hub": ("from_pretrained", "push_to_hub"),
     "interventions.hooks": ("splice_into",),
@@ -92,6 +96,7 @@ __all__ = [
     "DetectorCore",
     "DistillConfig",
     "DmsaeError",
+    "EvaluateConfig",
     "HarvestConfig",
     "Intervention",
     "ModelConfig",
@@ -103,6 +108,7 @@ __all__ = [
     "__version__",
     "attribute",
     "distill",
+    "evaluate",
     "export_sae",
     "fidelity",
     "from_pretrained",
@@ -115,6 +121,7 @@ __all__ = [
     "read",
     "select_core",
     "splice_into",
+    "stability",
     "steer",
     "train",
     "transfer",

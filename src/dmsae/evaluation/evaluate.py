@@ -41,7 +41,11 @@ _AT_ONCE = 16
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """What is measured."""
+    """What is measured.
+
+    >>> dmsae.EvaluateConfig(measures=("fidelity", "activity")).nulls
+    (<NullKind.UNTRAINED: 'untrained'>, ...)
+    """
 
     measures: tuple[str, ...] = tuple(name for name, measure in MEASURES.items() if measure.by_default)
     """Names of measures, in the order in which they run."""
@@ -69,7 +73,7 @@ class EvaluateConfig:
 def evaluate(
     saes: Mapping[str, SAE],
     store: Store,
-    out: Path,
+    out: Path | str,
     config: EvaluateConfig | None = None,
     model: BaseModel | Callable[[], BaseModel] | None = None,
     progress: Progress = SILENT,
@@ -81,8 +85,13 @@ def evaluate(
     measure needs it. A measure that cannot run, because the store holds no text for example, is left out with the
     reason; the others run. On a mesh all ranks call this together: each measures some of the SAEs and nulls, and the
     first writes down what all of them found.
+
+    >>> saes = {f"cycle {i}": dmsae.SAE.load(run / f"cycle-{i}" / "sae") for i in (0, 1)}
+    >>> found = dmsae.evaluate(saes, store, "evaluation", dmsae.EvaluateConfig(measures=("fidelity",)))
+    >>> all(row.score > row.null for row in found.rows() if row.figure == "fve")
+    True
     """
-    config, is_first = config or EvaluateConfig(), everyone.rank == 0
+    config, out, is_first = config or EvaluateConfig(), Path(out), everyone.rank == 0
     progress = progress if is_first else SILENT
     measured: dict[str, Json] = {}
     not_run: dict[str, str] = {}

@@ -119,11 +119,18 @@ class PairStability(NamedTuple):
 def stability(
     saes: Mapping[str, SAE],
     store: Store,
-    config: StabilityConfig,
+    config: StabilityConfig | None = None,
     cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> list[PairStability]:
-    """Return how stable latents are between each two of several SAEs, by name, on a store's held-out activations."""
+    """Return how stable latents are between each two of several SAEs, by name, on a store's held-out activations.
+
+    >>> saes = {f"cycle {i}": dmsae.SAE.load(run / f"cycle-{i}" / "sae") for i in (0, 1)}
+    >>> (pair,) = dmsae.stability(saes, store)
+    >>> pair.noncore.mcc.decoder_signed > pair.noncore.null_decoder
+    True
+    """
+    config = config or StabilityConfig()
     require(len(saes) >= 2, "saes", list(saes), "be at least two SAEs")
     require_heldout(store, [Subject(name, sae) for name, sae in saes.items()])
     nulls = IsotropicNulls(config.seed, cache)
