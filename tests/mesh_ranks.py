@@ -57,6 +57,12 @@ def train_as_rank(
     be_rank(rank, port, mesh, directory.parent, command)
 
 
+def join_with_other_code(rank: int, port: int, log: Path) -> None:
+    """Join a mesh of two, as ranks whose installations of the package differ."""
+    with patch("dmsae.training.mesh.code_digest", lambda: f"code of rank {rank}"):
+        be_rank(rank, port, MeshConfig(data=2, timeout_seconds=20), log, lambda _: None)
+
+
 def harvest_as_rank(rank: int, port: int, n: int, config: HarvestConfig, root: Path, pause: float) -> None:
     """Harvest as a rank that may be killed; it pauses before each batch, so that there is a middle to be killed in."""
     run = ShardMaker._run

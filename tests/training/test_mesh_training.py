@@ -22,6 +22,7 @@ from dmsae.sae.sae import SAE
 from dmsae.sae.shard import owned_rows
 from dmsae.training.learner import sharded_names
 from dmsae.training.mesh import MeshConfig, join, require_fits
+from mesh_ranks import join_with_other_code
 from mesh_talks import same, settle
 from mesh_trainings import (
     CORE,
@@ -35,7 +36,7 @@ from mesh_trainings import (
     specs,
     train_here,
 )
-from meshes import SHAPES, Meshes, meshes
+from meshes import SHAPES, Meshes, join_all, meshes, start_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -243,6 +244,14 @@ def test_ranks_with_other_settings_are_named(mesh: Meshes) -> None:
     for heard in mesh.run((2, 2), same, [8, 8, 9, 8]):
         assert "Rank 2 of 4" in heard
         assert "batch_size: was 8, now 9" in heard
+
+
+def test_ranks_with_other_code_are_named(tmp_path: Path) -> None:
+    assert join_all(start_ranks(2, join_with_other_code, tmp_path)) == [2, 2]
+    for rank in range(2):
+        said = (tmp_path / f"rank-{rank}.log").read_text()
+        assert "Rank 1 of 2 is not what rank 0 is" in said
+        assert 'code.sha256: was "code of rank 0", now "code of rank 1"' in said
 
 
 def test_a_mesh_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
