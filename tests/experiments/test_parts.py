@@ -24,8 +24,16 @@ from dmsae.experiments.parts import sparsity
 from dmsae.experiments.parts.consistency import compare, latents
 from dmsae.experiments.parts.cycles import by_cycle
 from dmsae.experiments.parts.regime import FRESH, MIN_SHARE, chosen, confirm
-from dmsae.experiments.results import Spread, aligned, kept_or_run, over_seeds, read_results, result_file
-from dmsae.experiments.tables import tables, text
+from dmsae.experiments.results import (
+    Spread,
+    aligned,
+    kept_or_run,
+    over_seeds,
+    part_results,
+    read_results,
+    result_file,
+)
+from dmsae.experiments.tables import tables, text, with_like_nulls
 from dmsae.sae.comms import Comms
 from dmsae.sae.sae import SAE
 from dmsae.training.config import TrainConfig
@@ -79,7 +87,7 @@ def results(lab: Lab, directory: Path) -> Path:
 
 
 def figures(results: Path, part: str, seed: int = 0) -> Json:
-    read: Json = json.loads(result_file(results, part, seed).read_text())["figures"]
+    read: Json = next(one["figures"] for one in part_results(results, part) if one["seed"] == seed)
     return read
 
 
@@ -151,6 +159,18 @@ def test_a_table_of_scores_has_score_null_and_part_of_the_way(results: Path) -> 
     table = next(one for one in tables(read_results(results)) if one.title.startswith("worth") and "fid" in one.title)
     assert table.header[:4] == ["SAE", "fve", "null", "of the way"]
     assert {len(row) for row in table.rows} == {len(table.header)}
+
+
+def test_a_null_is_shown_where_it_is_of_the_same_kind_as_the_others(results: Path) -> None:
+    """In the benchmark only Matryoshka SAEs have null dictionaries; what others have of their own is no match."""
+    scores = figures(results, "benchmark")["scores"]
+    own = {"sae": "a-k1", "measure": "m", "figure": "f", "score": 1.0, "null": 0.1, "part": 0.5, "nulls": {"own": 0.1}}
+    compared = own | {"sae": "b-k1", "null": 0.4, "nulls": {"own": 0.1, "random_encoder": 0.4}}
+    assert [one["null"] for one in with_like_nulls([own, compared])] == [None, 0.4]
+    assert [one["part"] for one in with_like_nulls([own, compared])] == [None, 0.5]
+    assert with_like_nulls([own]) == [own], "with no null dictionaries at all, each has its own"
+    shown = {one["sae"] for one in with_like_nulls(scores) if one["figure"] == "fve" and one["null"] is not None}
+    assert shown == {one["sae"] for one in scores if one["sae"].startswith("msae-")}
 
 
 def test_the_benchmark_scores_every_sae_and_the_nulls_of_msae(results: Path) -> None:

@@ -161,12 +161,22 @@ PLANTED: dict[str, Json] = {
         ],
     },
     "worth": {
-        "rows": [row("detector-k4", l0=4.1), row("random-detector-k4", l0=4.0)],
+        "rows": [
+            row("detector-k4", l0=4.1),
+            row("random-detector-k4", l0=4.0),
+            row("dense-k4", l0=9.1),
+            row("random-norm_matched-dense-k4", l0=9.0),
+        ],
         "scores": [
             {"sae": f"{name}-k4", "measure": measure, "figure": figure, "ceiling": ceiling, "score": score}
             for measure, figure in BENCHMARKED
             for ceiling in (0 if measure == "absorption" else 1,)
-            for name, score in (("detector", 0.6 if ceiling else 0.3), ("random-detector", 0.5 if ceiling else 0.4))
+            for name, score in (
+                ("detector", 0.6 if ceiling else 0.3),
+                ("random-detector", 0.5 if ceiling else 0.4),
+                ("dense", 0.7 if ceiling else 0.2),
+                ("random-norm_matched-dense", 0.45),
+            )
         ],
     },
     "confirmation": {"regimes": [{"margin": 0.02, "price": -0.01}]},
@@ -182,6 +192,7 @@ EXPECTED = (
     + [0.095] * 9
     + [0.2] * 9
     + [0.1] * 9
+    + [0.25] * 9
     + [
         0.015,
         0.4,

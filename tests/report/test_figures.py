@@ -45,7 +45,14 @@ def parts(seed: int) -> dict[str, Json]:
     ]
     measured: list[Json] = [{"sae": f"{name}-k{k}", "l0": k + seed} for name in ("dense", "msae") for k in (4, 8)]
     scores = [
-        {"sae": row["sae"], "measure": "fidelity", "figure": figure, "score": 0.01 * row["l0"], "null": 0.02}
+        {
+            "sae": row["sae"],
+            "measure": "fidelity",
+            "figure": figure,
+            "score": 0.01 * row["l0"],
+            "null": 0.02,
+            "nulls": {},
+        }
         for row in measured
         for figure in ("fve", "l0")
     ]

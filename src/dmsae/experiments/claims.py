@@ -60,11 +60,20 @@ _AGAINST_MSAE = tuple(
 
 _AGAINST_RANDOM = tuple(
     Claim(
-        f"An SAE with detectors of the first core {does} than one with random detectors.",
+        f"An SAE with {of_core} {does} than one with {of_control}.",
         OURS,
         "worth",
         f"{measure}, {figure}: the difference (positive is better), at nearly equal measured L0",
-        partial(over_control, core="detector", control="random-detector", measure=measure, figure=figure),
+        partial(over_control, core=core, control=control, measure=measure, figure=figure),
+    )
+    for core, of_core, control, of_control in (
+        ("detector", "detectors of the first core", "random-detector", "random detectors"),
+        (
+            "dense",
+            "the first core, frozen as in the paper,",
+            "random-norm_matched-dense",
+            "random directions of equal norms",
+        ),
     )
     for (measure, figure), does in _SCORES.items()
 )

@@ -53,8 +53,35 @@ def kept_or_run(directory: Path, part: str, seed: int, settings: Json, run: Call
     result = _facts(part, seed, settings) | _made_with() | {name: round(t, 1) for name, t in took.items()}
     result["figures"] = _rounded(figures)
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(result_file(directory, part, seed), result, indent=None)  # curves are long lists of numbers
+    packed = result | {"figures": pack(result["figures"])}
+    write_json(result_file(directory, part, seed), packed, indent=None)  # curves are long lists of numbers
     return result
+
+
+_TABLE = {"columns", "rows"}
+
+
+def pack(value: Any) -> Any:
+    """Return figures in which a list of entries with the same keys, at least two of them, names its keys once."""
+    if isinstance(value, dict):
+        return {name: pack(one) for name, one in value.items()}
+    if not isinstance(value, list):
+        return value
+    keys = list(value[0]) if len(value) > 1 and isinstance(value[0], dict) else []
+    if keys and all(isinstance(one, dict) and list(one) == keys for one in value):
+        return {"columns": keys, "rows": [[pack(one[key]) for key in keys] for one in value]}
+    return [pack(one) for one in value]
+
+
+def unpack(value: Any) -> Any:
+    """Return what was packed."""
+    if isinstance(value, list):
+        return [unpack(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == _TABLE:
+        return [dict(zip(value["columns"], map(unpack, row), strict=True)) for row in value["rows"]]
+    return {name: unpack(one) for name, one in value.items()}
 
 
 def _rounded(value: Any) -> Any:
@@ -166,6 +193,7 @@ def _read(path: Path) -> Json:
         result: Json = json.loads(path.read_text(encoding="utf8"))
         if not {"part", "seed", "figures"} <= set(result):
             raise ValueError("part, seed or figures is missing")
+        result["figures"] = unpack(result["figures"])
     except (ValueError, TypeError) as error:
         raise CheckpointError(
             f"{path} is not the result of an experiment: {error}. Remove it and run again."

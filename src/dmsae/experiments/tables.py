@@ -117,8 +117,22 @@ def _pairs(figures: Sequence[Json]) -> TextTable:
 
 def _scores(figures: Sequence[Json]) -> list[TextTable]:
     """Return a table for each measure: every score of every SAE, its null, and the part of the way to the ceiling."""
-    entries = [one for found in figures for one in found.get("scores", ())]
+    entries = with_like_nulls([one for found in figures for one in found.get("scores", ())])
     return [_of_measure(measure, entries) for measure in dict.fromkeys(one["measure"] for one in entries)]
+
+
+def with_like_nulls(entries: Sequence[Json]) -> list[Json]:
+    """Return scores, without null where others of the same figure are compared with null dictionaries and this is not.
+
+    It may have a null of its own all the same, but one that is easier to beat, or harder.
+    """
+    compared = {(one["measure"], one["figure"]) for one in entries if set(one["nulls"]) - {"own"}}
+    return [
+        one | {"null": None, "part": None}
+        if (one["measure"], one["figure"]) in compared and not set(one["nulls"]) - {"own"}
+        else one
+        for one in entries
+    ]
 
 
 _SHOWN = {"score": "", "null": "null", "part": "of the way"}

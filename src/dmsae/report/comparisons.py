@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from dmsae.config import Json
+from dmsae.experiments.tables import with_like_nulls
 from dmsae.report.style import COLOURS, GREY, legend_below, panels
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _free_curve(axis: "Axes", rows: Sequence[Json], name: str, label: str, line:
 def price(figures: Sequence[Json]) -> "Figure":
     """Return what it costs to keep latents: price against their number, for every rule, freeze and number of cycles."""
     figure, axes = panels(2, columns=2, width=4.2, height=3.4)
-    labels = ("variance explained that is lost\nat the same measured L0", "nats of next-token loss\nthat are added")
+    labels = ("variance explained\nthat is lost at the\nsame measured L0", "nats of next-token loss\nthat are added")
     for axis, name, label in zip(axes, ("price", "price_loss"), labels, strict=True):
         for series in KEPT:
             _points(axis, figures, series, name)
@@ -142,8 +143,8 @@ def _nulls(axis: "Axes", figures: Sequence[Json], score: tuple[str, str]) -> Non
     points = []
     for one in figures:
         l0 = {row["sae"]: row["l0"] for row in one["rows"]}
-        own = [row for row in one["scores"] if (row["measure"], row["figure"]) == score and row["null"] is not None]
-        points += [(l0[row["sae"]], row["null"]) for row in own if l0.get(row["sae"]) is not None]
+        rows = with_like_nulls([row for row in one["scores"] if (row["measure"], row["figure"]) == score])
+        points += [(l0[row["sae"]], row["null"]) for row in rows if None not in (row["null"], l0.get(row["sae"]))]
     if points:
         x, y = zip(*points, strict=True)
         axis.scatter(x, y, color="black", marker=".", s=7, linewidths=0, label="null")
@@ -184,9 +185,8 @@ def consistency(figures: Sequence[Json]) -> "Figure":
         axis.invert_yaxis()
         axis.axvline(0, color="black", linewidth=0.5)
         axis.set_xlabel(label)
-    axes[0].set_ylabel("latents compared")
-    for axis in axes[1:]:
-        axis.set_ylabel("the same")
+    for axis in axes:
+        axis.set_ylabel("latents compared" if axis is axes[0] else "as on the left")
     return legend_below(figure, axes, columns=len(lengths))
 
 

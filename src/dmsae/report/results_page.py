@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from dmsae.config import Json
+from dmsae.experiments.catalog import EXPERIMENTS
 from dmsae.experiments.claims import CLAIMS
 from dmsae.experiments.results import read_results
 from dmsae.experiments.tables import tables, verdict_table
@@ -17,7 +18,8 @@ _HEAD = """# Results
 This page is made by `make results` from the JSON files in [`results/`](results), and a test checks that it is what they
 give. Each file is one part of an experiment with one seed; [experiments](experiments.md) says what the parts are and
 how a verdict is reached. A verdict needs three seeds. Intervals are Student's t over seeds, and not corrected for the
-number of claims. All seeds have the same model, text and held-out set.
+number of claims. All seeds have the same model, text and held-out set. Everything was run on machines with two cores of
+an AMD EPYC and no GPU.
 
 In the tables of SAEs: *core*, latents kept; *L0*, active latents per token, the core included; *FVE*, held-out variance
 explained; *price*, how much FVE keeping the core costs, compared with an SAE that keeps nothing at the same L0; *loss*,
@@ -62,10 +64,25 @@ def _about(preset: str, results: list[Json]) -> str:
     files = Counter(result.get("cpu", "not recorded") for result in results)
     cpus = ", ".join(f"{cpu} ({n} files)" for cpu, n in sorted(files.items()))
     return (
-        f"Made with `dmsae experiment all --preset {preset} --out runs/{preset}`; the parts below were run. "
+        f"{_commands(preset, results)} "
         f"{settings['model']}, store `{settings['store']}`; width {distill['width']}, k {distill['k']}, "
         f"{train['tokens']:,} activations a training run, learning rate {train['lr']:g}. torch {results[0]['torch']}. "
         f"CPU instruction set, on which the last digits depend: {cpus}.{_minutes(results)}"
+    )
+
+
+def _commands(preset: str, results: list[Json]) -> str:
+    """Return which experiments were run, each with those of its parts that an earlier one does not have."""
+    left = dict.fromkeys(result["part"] for result in results)
+    shown = []
+    for name, experiment in EXPERIMENTS.items():
+        mine = [part for part in experiment.parts if part in left]
+        left = {part: None for part in left if part not in mine}
+        if mine:
+            shown.append(f"`{name}`" + ("" if mine == [name] else f" ({', '.join(mine)})"))
+    return (
+        f"Made with `dmsae experiment NAME --preset {preset} --out runs/{preset}`, which these parts were made by: "
+        f"{', '.join(shown)}."
     )
 
 
