@@ -52,7 +52,7 @@ class ExperimentCommand:
     out: Path
     """Directory for the runs; the figures are in its folder `results`."""
     preset: Literal["smoke", "small", "medium", "paper"] = "small"
-    """smoke: to see that it runs. small: an hour or less each on two cores, at the demo's size. medium: the same grids
+    """smoke: to see that it runs. small: about an hour each on two cores, at the demo's size. medium: the same grids
     at the default recipe's size. paper: the paper's model and sizes, which the authors of dmsae have not run."""
     seeds: tuple[int, ...] = ()
     """A whole repetition for each: initial weights, order of activations, random controls. Default: 0 1 2; for smoke,

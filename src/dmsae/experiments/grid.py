@@ -15,7 +15,7 @@ class Preset(StrEnum):
     SMOKE = "smoke"
     """To see that it runs: minutes for all of them together."""
     SMALL = "small"
-    """Every experiment in an hour or less on two CPU cores, with three seeds."""
+    """Every experiment in about an hour on two CPU cores, with three seeds."""
     MEDIUM = "medium"
     """The grids of `small` at the size of the default recipe."""
     PAPER = "paper"
