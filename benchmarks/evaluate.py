@@ -69,9 +69,10 @@ def main() -> None:
     parser.add_argument("--saes", type=int, default=10, help="how many SAEs to evaluate at once; 0: only the one")
     parser.add_argument("--root", type=Path, default=None, help="directory of stores")
     parser.add_argument("--own-nulls", action="store_true", help="no two SAEs share nulls")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--matching", action="store_true", help="only the matching")
     arguments = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(arguments.threads)
     if arguments.matching or arguments.store is None:
         print(json.dumps(matching()))
         return
@@ -80,6 +81,7 @@ def main() -> None:
     model = load_model(store, progress=TERMINAL)
     config = EvaluateConfig(share_nulls=0.0) if arguments.own_nulls else EvaluateConfig()
     seconds: dict[str, float] = {}
+    cpu_seconds: dict[str, float] = {}
     by_measure: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as scratch:
         cache = patch("dmsae.disk.layout.evaluation_cache", lambda: Path(scratch) / "cache")
@@ -87,16 +89,18 @@ def main() -> None:
         runs = {name: variants(sae, n) for name, n in ({"one, cold": 1, "one, warm": 1} | several).items()}
         for name, saes in runs.items():
             with cache:
-                start = time.perf_counter()
+                start, start_cpu = time.perf_counter(), time.process_time()
                 done = evaluate(saes, store, Path(scratch) / name, config, model=model, progress=TERMINAL)
             seconds[name] = round(time.perf_counter() - start, 1)
+            cpu_seconds[name] = round(time.process_time() - start_cpu, 1)
             by_measure = by_measure or {one: round(found["seconds"], 1) for one, found in done.measures.items()}
-            print(f"{name:12} {seconds[name]:8.0f} s", flush=True)
+            print(f"{name:12} {seconds[name]:8.0f} s, of the CPU {cpu_seconds[name]:8.0f} s", flush=True)
     command = [sys.executable, __file__, "--matching"]
     matched = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     print(f"matching {_MATCHED:,} × {_MATCHED:,}: {matched}")
     facts = {"width": sae.config.width, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    print(json.dumps({"benchmark": "evaluate", **facts, "seconds": seconds, "cold": by_measure, "matching": matched}))
+    times = {"seconds": seconds, "cpu_seconds": cpu_seconds, "cold": by_measure}
+    print(json.dumps({"benchmark": "evaluate", **facts, **times, "matching": matched}))
 
 
 if __name__ == "__main__":
