@@ -1,11 +1,12 @@
 """A training step on two ranks of one thread each, beside one process of two threads, on the same global batch.
 
 The mesh splits batches (2 × 1) or latents (1 × 2), over gloo; batches once with gradients summed in shared memory, as
-ranks on one machine do, and once with all of them sent, as between machines. One process and mesh take turns, and the
-ratio of their throughputs is the median over turns: 1 is as fast as one process. *Wire* is what one rank sends in a
-step, from the counters of the loopback device (so other traffic on it counts too, and the headers of packets), beside
-what the design says (`step_bytes` and `batch_bytes`) of ranks that share no memory. *Memory* is the peak of the largest
-rank above what its imports and the data take, as a share of that of one process. The step is
+ranks on one machine do, and once with all of them sent, as between machines. A mesh of one (1 × 1) is one process with
+two threads that was started as torchrun starts it, and shows what the mesh itself costs. One process and mesh take
+turns, and the ratio of their throughputs is the median over turns: 1 is as fast as one process. *Wire* is what one rank
+sends in a step, from the counters of the loopback device (so other traffic on it counts too, and the headers of
+packets), beside what the design says (`step_bytes` and `batch_bytes`) of ranks that share no memory. *Memory* is the
+peak of the largest rank above what its imports and the data take, as a share of that of one process. The step is
 `Learner.advance` on the next batch of a stream whose data ranks exchange rows; data as in `step.py`, none dead.
 
     python benchmarks/mesh.py [--turns 9] [--width 16384] [--d-model 576] [--batch 2048] [--k 40 320]
@@ -35,7 +36,7 @@ from dmsae.training.config import TrainConfig
 from dmsae.training.learner import Learner, SAESpec
 from dmsae.training.mesh import MeshConfig, join
 
-MESHES = (MeshConfig(2, 1), MeshConfig(2, 1, share_memory=False), MeshConfig(1, 2))
+MESHES = (MeshConfig(1, 1), MeshConfig(2, 1), MeshConfig(2, 1, share_memory=False), MeshConfig(1, 2))
 N_BATCHES = MIX_SHARDS
 STEPS_PER_TURN = 3
 
@@ -81,10 +82,10 @@ class InMemory:
         return None if index else {at: x for at, x in enumerate(self._shards) if at % share[1] == share[0]}
 
 
-def work(end: Connection, cell: Cell, mesh: MeshConfig, rank: int, port: int) -> None:
+def work(end: Connection, cell: Cell, mesh: MeshConfig, rank: int, port: int, alone: bool) -> None:
     """Take as many steps as asked for, again and again; answer with the seconds and the memory used."""
     torch.set_num_threads(2 if mesh.size == 1 else 1)
-    if mesh.size > 1:  # as torchrun starts them
+    if not alone:  # as torchrun starts them
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(mesh.size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     comms = join(mesh, "cpu")
@@ -131,14 +132,14 @@ def free_port() -> int:
 class Workers:
     """The processes of one mesh."""
 
-    def __init__(self, cell: Cell, mesh: MeshConfig) -> None:
+    def __init__(self, cell: Cell, mesh: MeshConfig, alone: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         port = free_port()
         self.n_ranks = mesh.size
         self._ends, self._processes = [], []
         for rank in range(self.n_ranks):
             mine, theirs = context.Pipe()
-            process = context.Process(target=work, args=(theirs, cell, mesh, rank, port), daemon=True)
+            process = context.Process(target=work, args=(theirs, cell, mesh, rank, port, alone), daemon=True)
             process.start()
             self._ends.append(mine)
             self._processes.append(process)
@@ -168,7 +169,7 @@ def loopback_bytes() -> int:
 
 def measure(cell: Cell, turns: int) -> list[dict[str, Any]]:
     """Return a row for each mesh."""
-    alone = Workers(cell, MeshConfig())
+    alone = Workers(cell, MeshConfig(), alone=True)
     meshes = {mesh: Workers(cell, mesh) for mesh in MESHES}
     for workers in (alone, *meshes.values()):
         workers.turn(2)  # warms up: the first selection has no threshold to start from
@@ -193,7 +194,8 @@ def measure(cell: Cell, turns: int) -> list[dict[str, Any]]:
         rows.append(
             cell._asdict()
             | {"mesh": name_of(mesh), "throughput_ratio": round(statistics.median(ratios[mesh]), 3)}
-            | {"wire_bytes": round(sent), "designed_bytes": designed, "wire_ratio": round(sent / designed, 3)}
+            | {"wire_bytes": round(sent), "designed_bytes": designed}
+            | {"wire_ratio": round(sent / designed, 3) if designed else 1.0}
             | {"memory_ratio": round(memory[mesh] / one_bytes, 3)}
         )
     return rows
