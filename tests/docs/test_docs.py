@@ -13,6 +13,7 @@ TUTORIAL = DOCS / "tutorial.md"
 NOT_RUN = {
     "distributed.md": 3,  # torchrun; Slurm
     "experiments.md": 1,  # hours
+    "findings.md": 1,  # an hour for each seed
     "howto/evaluate.md": 3,  # a model that knows words; minutes; a judge
     "howto/gemma.md": 3,  # a GPU, and the Hub
     "howto/own-model.md": 1,  # the Hub
