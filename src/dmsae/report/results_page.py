@@ -81,7 +81,7 @@ def _commands(preset: str, results: list[Json]) -> str:
         if mine:
             shown.append(f"`{name}`" + ("" if mine == [name] else f" ({', '.join(mine)})"))
     return (
-        f"Made with `dmsae experiment NAME --preset {preset} --out runs/{preset}`, which these parts were made by: "
+        f"Made with `dmsae experiment NAME --preset {preset} --out runs/{preset}`. NAME, and its parts in brackets: "
         f"{', '.join(shown)}."
     )
 
