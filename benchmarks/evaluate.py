@@ -1,9 +1,9 @@
 """How long all native measures take: one SAE with cold and warm caches, ten SAEs; and matching 16k × 16k latents.
 
 Each SAE is evaluated beside nulls by every measure that runs without a judge. Ten SAEs are the one given with its
-non-core latents scaled a little. They share nulls, since they have one shape and fire as often, which is the best case; `--own-nulls` gives each its own, as SAEs of different shapes have. Matching is on random unit rows,
-the hardest case for a sparse solver, and on a permuted, noisy copy, in a process of its own whose peak memory is its
-own.
+non-core latents scaled a little. They share nulls, since they have one shape and fire as often, which is the best case;
+`--own-nulls` gives each its own, as SAEs of different shapes have. Matching is on random unit rows, the hardest case
+for a sparse solver, and on a permuted, noisy copy, in a process of its own whose peak memory is its own.
 
     python benchmarks/evaluate.py SAE STORE [--saes 10] [--root STORES]    # a directory, a key; an hour on two cores
 """
