@@ -28,7 +28,7 @@ from dmsae.evaluation.redundancy import RedundancyConfig
 from dmsae.evaluation.scores import Evaluation, as_json, look_up, part_of_the_way, strongest
 from dmsae.evaluation.subject import Subject
 from dmsae.progress import SILENT, Progress
-from dmsae.sae.config import SAEConfig
+from dmsae.sae.config import SAEConfig, SparseCore
 from dmsae.sae.sae import SAE
 from planted import planted_store
 
@@ -115,7 +115,7 @@ def test_every_score_stands_beside_its_nulls(asked: list[list[str]], store: Stor
     assert (rows[2].null, rows[2].part) == (None, None), "without a ceiling there is no way to it"
 
 
-def test_saes_of_one_shape_that_fire_as_often_share_nulls(asked: list[list[str]], store: Store, tmp_path: Path) -> None:
+def test_saes_alike_in_size_and_firing_share_nulls(asked: list[list[str]], store: Store, tmp_path: Path) -> None:
     one, rare = random_sae(CONFIG, 0, 0.2), random_sae(CONFIG, 1, 1.0)
     alike = SAE(CONFIG)
     alike.load_state_dict(one.state_dict())
@@ -134,6 +134,19 @@ def test_saes_of_one_shape_that_fire_as_often_share_nulls(asked: list[list[str]]
     assert len(asked[-1]) == 4 + 8
     with pytest.raises(ConfigError, match="share_nulls"):
         EvaluateConfig(share_nulls=-1.0)
+
+
+def test_cores_of_nearly_the_same_size_share_nulls(store: Store) -> None:
+    sizes = {"20": 20, "21": 21, "24": 24, "none": 0}
+    makers = {}
+    for name, n_core in sizes.items():
+        core = SparseCore(n_core) if n_core else None
+        sae = random_sae(SAEConfig(32, 64, 4, (n_core + 20, 64), core), 0, 0.2)
+        makers[name] = NullMaker(sae, store)
+    assert makers["20"].may_stand_for(makers["21"], 0.2)
+    assert not makers["20"].may_stand_for(makers["21"], 0.01), "a latent more is more than that"
+    assert not makers["20"].may_stand_for(makers["24"], 0.15), "a fifth more is more than that"
+    assert not makers["20"].may_stand_for(makers["none"], 0.5), "without a core there is no null of one"
 
 
 def test_a_null_that_is_the_sae_in_what_a_measure_reads_is_left_out(

@@ -49,8 +49,8 @@ class EvaluateCommand:
     nulls: tuple[NullKind, ...] = tuple(NullKind)
     """The nulls beside each SAE. Fewer are faster; none: `--nulls` alone."""
     share_nulls: float = EvaluateConfig.share_nulls
-    """SAEs of one shape whose L0s differ by no more than this share are compared with the nulls of the first of them.
-    0: each has nulls of its own."""
+    """SAEs of one width whose L0s, and latents in the core and each prefix group, differ by no more than this share are
+    compared with the nulls of the first of them. 0: each has nulls of its own."""
     out: Path = Path("evaluation")
     """Directory for the results."""
     model: str = ""

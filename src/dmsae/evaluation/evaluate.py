@@ -53,8 +53,8 @@ class EvaluateConfig:
     """The nulls that every SAE is evaluated beside."""
     null: NullConfig = field(default_factory=NullConfig)
     share_nulls: float = 0.1
-    """SAEs of one shape share the nulls of the first of them if the L0s of their core and prefix groups differ, in all,
-    by no more than this share. 0: every SAE has nulls of its own."""
+    """SAEs of one width share the nulls of the first of them if their core and prefix groups have as many latents, each
+    but for this share, and L0s that differ, in all, by no more than it. 0: every SAE has nulls of its own."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The config of each measure by name; those left out have their defaults."""
 
@@ -142,7 +142,7 @@ class _Candidate:
 
 
 def null_owners(makers: Mapping[str, NullMaker], within: float) -> dict[str, str]:
-    """Return, for each SAE, the one whose nulls it is compared with: the first of its shape that fires about as often,
+    """Return, for each SAE, the one whose nulls it is compared with: the first that is alike in size and firing,
     by `within`, or itself."""
     owners: dict[str, str] = {}
     for name, maker in makers.items():

@@ -93,12 +93,19 @@ class NullMaker:
                 return RandomFiring(self.sae, self._firing, self._config.seed)
 
     def may_stand_for(self, other: "NullMaker", within: float) -> bool:
-        """Return whether these nulls show what a worthless dictionary gets in the place of another SAE, too: it has
-        the same shape, and the L0s of its core and prefix groups differ by no more than a share of them in all."""
-        if shape_of(self.sae.config) != shape_of(other.sae.config):
+        """Return whether these nulls show what a worthless dictionary gets in the place of another SAE, too.
+
+        It has the same width, and its core and prefix groups have as many latents, each but for a share of them; their
+        L0s differ by no more than that share in all.
+        """
+        sizes, others = ([high - low for low, high in _groups(one.sae.config)] for one in (self, other))
+        same_width = self.sae.W_dec.shape == other.sae.W_dec.shape
+        if not same_width or bool(self.sae.config.n_core) != bool(other.sae.config.n_core) or len(sizes) != len(others):
             return False
-        mine, others = (one._l0_groups() for one in (self, other))
-        return float((mine - others).abs().sum()) <= within * float(mine.sum())
+        if any(abs(size - its) > within * size for size, its in zip(sizes, others, strict=True)):
+            return False
+        mine, theirs = (one._l0_groups() for one in (self, other))
+        return float((mine - theirs).abs().sum()) <= within * float(mine.sum())
 
     def _l0_groups(self) -> Tensor:
         return torch.stack([self._firing.rates_K[low:high].sum() for low, high in _groups(self.sae.config)])
