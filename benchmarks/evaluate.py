@@ -2,8 +2,9 @@
 
 Each SAE is evaluated beside nulls by every measure that runs without a judge. Ten SAEs are the one given with its
 non-core latents scaled a little. They share nulls, since they have one shape and fire as often, which is the best case;
-`--own-nulls` gives each its own, as SAEs of different shapes have. Matching is on random unit rows, the hardest case
-for a sparse solver, and on a permuted, noisy copy, in a process of its own whose peak memory is its own.
+`--own-nulls` gives each its own, the worst. `--others` takes SAEs that are really different in place of the copies.
+Matching is on random unit rows, the hardest case for a sparse solver, and on a permuted, noisy copy, in a process of
+its own whose peak memory is its own.
 
     python benchmarks/evaluate.py SAE STORE [--saes 10] [--root STORES]    # a directory, a key; an hour on two cores
 """
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("sae", type=Path, nargs="?", help="directory of an SAE")
     parser.add_argument("store", nargs="?", help="key of its store")
     parser.add_argument("--saes", type=int, default=10, help="how many SAEs to evaluate at once; 0: only the one")
+    parser.add_argument("--others", type=Path, nargs="+", default=[], help="directories of other SAEs, for the several")
     parser.add_argument("--root", type=Path, default=None, help="directory of stores")
     parser.add_argument("--own-nulls", action="store_true", help="no two SAEs share nulls")
     parser.add_argument("--threads", type=int, default=2)
@@ -82,23 +84,28 @@ def main() -> None:
     seconds: dict[str, float] = {}
     cpu_seconds: dict[str, float] = {}
     by_measure: dict[str, float] = {}
+    dictionaries: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as scratch:
         cache = patch("dmsae.disk.layout.evaluation_cache", lambda: Path(scratch) / "cache")
-        several = {f"{arguments.saes}, warm": arguments.saes} if arguments.saes else {}
-        runs = {name: variants(sae, n) for name, n in ({"one, cold": 1, "one, warm": 1} | several).items()}
+        several = {"the one": sae} | {str(other): SAE.load(other) for other in arguments.others}
+        several = several if arguments.others else variants(sae, arguments.saes)
+        runs = {"one, cold": variants(sae, 1), "one, warm": variants(sae, 1)}
+        runs |= {f"{len(several)}, warm": several} if several else {}
         for name, saes in runs.items():
             with cache:
                 start, start_cpu = time.perf_counter(), time.process_time()
                 done = evaluate(saes, store, Path(scratch) / name, config, model=model, progress=TERMINAL)
             seconds[name] = round(time.perf_counter() - start, 1)
             cpu_seconds[name] = round(time.process_time() - start_cpu, 1)
+            dictionaries[name] = len(done.subjects)
             by_measure = by_measure or {one: round(found["seconds"], 1) for one, found in done.measures.items()}
-            print(f"{name:12} {seconds[name]:8.0f} s, of the CPU {cpu_seconds[name]:8.0f} s", flush=True)
+            took = f"{seconds[name]:8.0f} s, of the CPU {cpu_seconds[name]:8.0f} s"
+            print(f"{name:12} {took}, {dictionaries[name]} dictionaries with nulls", flush=True)
     command = [sys.executable, __file__, "--matching"]
     matched = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     print(f"matching {_MATCHED:,} × {_MATCHED:,}: {matched}")
     facts = {"width": sae.config.width, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    times = {"seconds": seconds, "cpu_seconds": cpu_seconds, "cold": by_measure}
+    times = {"seconds": seconds, "cpu_seconds": cpu_seconds, "cold": by_measure, "dictionaries": dictionaries}
     print(json.dumps({"benchmark": "evaluate", **facts, **times, "matching": matched}))
 
 

@@ -6,10 +6,12 @@ two threads that was started as torchrun starts it, and shows what the mesh itse
 turns, and the ratio of their throughputs is the median over turns: 1 is as fast as one process. *Wire* is what one rank
 sends in a step, from the counters of the loopback device (so other traffic on it counts too, and the headers of
 packets), beside what the design says (`step_bytes` and `batch_bytes`) of ranks that share no memory. *Memory* is the
-peak of the largest rank above what its imports and the data take, as a share of that of one process. The step is
-`Learner.advance` on the next batch of a stream whose data ranks exchange rows; data as in `step.py`, none dead.
+peak of the largest rank above what its imports and the data take, as a share of that of one process. Where a process's
+memory lies differs from start to start, and with it both ratios by some per cent, also those of one process to itself
+(1 × 1); so all processes are started several times, and the table has the median over starts with its range. The step
+is `Learner.advance` on the next batch of a stream whose data ranks exchange rows; data as in `step.py`, none dead.
 
-    python benchmarks/mesh.py [--turns 9] [--width 16384] [--d-model 576] [--batch 2048] [--k 40 320]
+    python benchmarks/mesh.py [--starts 5] [--turns 5] [--width 16384] [--d-model 576] [--batch 2048] [--k 40 320]
 """
 
 import argparse
@@ -167,8 +169,21 @@ def loopback_bytes() -> int:
     return 0
 
 
-def measure(cell: Cell, turns: int) -> list[dict[str, Any]]:
-    """Return a row for each mesh."""
+def measure(cell: Cell, starts: int, turns: int) -> list[dict[str, Any]]:
+    """Return a row for each mesh: medians over starts, and the range of what differs between them."""
+    rows = []
+    for of_mesh in zip(*(measure_once(cell, turns) for _ in range(starts)), strict=True):
+        row = dict(of_mesh[0])
+        for name in ("throughput_ratio", "wire_bytes", "wire_ratio", "memory_ratio"):
+            row[name] = statistics.median(one[name] for one in of_mesh)
+        for name in ("throughput_ratio", "memory_ratio"):
+            row[f"{name}_range"] = [choose(one[name] for one in of_mesh) for choose in (min, max)]
+        rows.append(row)
+    return rows
+
+
+def measure_once(cell: Cell, turns: int) -> list[dict[str, Any]]:
+    """Return a row for each mesh, with processes started for it."""
     alone = Workers(cell, MeshConfig(), alone=True)
     meshes = {mesh: Workers(cell, mesh) for mesh in MESHES}
     for workers in (alone, *meshes.values()):
@@ -204,24 +219,32 @@ def measure(cell: Cell, turns: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Print the table, and one JSON object as the last line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--starts", type=int, default=5, help="how often the processes are started")
+    parser.add_argument("--turns", type=int, default=5, help="turns of one process and meshes in each start")
     parser.add_argument("--width", type=int, default=16384)
     parser.add_argument("--d-model", type=int, default=576)
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--k", type=int, nargs="+", default=[40, 320])
     given = parser.parse_args()
-    print(f"{'K':>6} {'k':>4} {'mesh':>9} {'throughput':>11} {'wire MB':>8} {'designed':>9} {'ratio':>6} {'memory':>7}")
+    heading = f"{'throughput':>18} {'wire MB':>8} {'designed':>9} {'ratio':>6} {'memory':>18}"
+    print(f"{'K':>6} {'k':>4} {'mesh':>9} {heading}")
     rows = []
     for k in given.k:
-        for row in measure(Cell(given.width, k, given.d_model, given.batch), given.turns):
+        for row in measure(Cell(given.width, k, given.d_model, given.batch), given.starts, given.turns):
             rows.append(row)
             print(
-                f"{row['width']:6} {k:4} {row['mesh']:>9} {row['throughput_ratio']:11.2f} "
+                f"{row['width']:6} {k:4} {row['mesh']:>9} {with_range(row, 'throughput_ratio'):>18} "
                 f"{row['wire_bytes'] / 1e6:8.1f} {row['designed_bytes'] / 1e6:9.1f} {row['wire_ratio']:6.2f} "
-                f"{row['memory_ratio']:7.2f}",
+                f"{with_range(row, 'memory_ratio'):>18}",
                 flush=True,
             )
-    print(json.dumps({"mesh": rows}))
+    print(json.dumps({"starts": given.starts, "turns": given.turns, "mesh": rows}))
+
+
+def with_range(row: dict[str, Any], name: str) -> str:
+    """Return a ratio as text, with its range over starts."""
+    low, high = row[f"{name}_range"]
+    return f"{row[name]:.2f} ({low:.2f}–{high:.2f})"
 
 
 if __name__ == "__main__":
