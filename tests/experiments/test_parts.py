@@ -100,8 +100,9 @@ def test_each_part_has_its_saes_and_controls(results: Path) -> None:
     assert {"dense-k6", "random-norm_matched-dense-k6", "detector-k6", "random-detector-k6"} <= set(names["paper"])
     assert {"detector-k6", "random-detector-k6"} <= set(names["capped"])
     assert {"firing_rate-detector-k6"} <= {*names["capped"], *figures(results, "capped")["left_out"]}
-    for part in ("paper", "capped", "consensus", "cycles"):
+    for part in ("paper", "capped", "consensus", "distilled"):
         assert any(name.startswith("unconstrained-1") for name in names[part]), part
+    assert {"sparse-k6", "random-norm_matched-sparse-k6"} <= set(names["distilled"]), "beside dense and detectors"
     for row in figures(results, "paper")["rows"]:
         assert 0 < row["fve"] < 1
         assert (row["kept_all"] is None) == (row["n_core"] == 0)
@@ -162,7 +163,7 @@ def test_a_table_of_scores_has_score_null_and_part_of_the_way(results: Path) -> 
 
 
 def test_a_null_is_shown_where_it_is_of_the_same_kind_as_the_others(results: Path) -> None:
-    """In the benchmark only Matryoshka SAEs have null dictionaries; what others have of their own is no match."""
+    """In the benchmark only some Matryoshka SAEs have null dictionaries; what others have of their own is no match."""
     scores = figures(results, "benchmark")["scores"]
     own = {"sae": "a-k1", "measure": "m", "figure": "f", "score": 1.0, "null": 0.1, "part": 0.5, "nulls": {"own": 0.1}}
     compared = own | {"sae": "b-k1", "null": 0.4, "nulls": {"own": 0.1, "random_encoder": 0.4}}
@@ -170,7 +171,7 @@ def test_a_null_is_shown_where_it_is_of_the_same_kind_as_the_others(results: Pat
     assert [one["part"] for one in with_like_nulls([own, compared])] == [None, 0.5]
     assert with_like_nulls([own]) == [own], "with no null dictionaries at all, each has its own"
     shown = {one["sae"] for one in with_like_nulls(scores) if one["figure"] == "fve" and one["null"] is not None}
-    assert shown == {one["sae"] for one in scores if one["sae"].startswith("msae-")}
+    assert shown == {one["sae"] for one in scores if set(one["nulls"]) == {"random_encoder"}}
 
 
 def test_the_benchmark_scores_every_sae_and_the_nulls_of_msae(results: Path) -> None:
@@ -180,17 +181,36 @@ def test_the_benchmark_scores_every_sae_and_the_nulls_of_msae(results: Path) -> 
     assert "detector-k6" in names or "6" in found["left_out"]
     explained = {row["sae"]: row for row in found["scores"] if row["figure"] == "fve"}
     assert set(explained) == names
-    with_null = {name for name, row in explained.items() if set(row["nulls"]) == {"random_encoder"}}
-    assert with_null == {name for name in names if name.startswith("msae-")}
+    with_null = [name for name, row in explained.items() if set(row["nulls"]) == {"random_encoder"}]
+    msae = sorted((name for name in names if name.startswith("msae-")), key=_k)
+    assert with_null == msae[1::2], "every second of them"
 
 
 def test_the_benchmark_has_msae_and_sparse_cores_at_the_l0_of_dense_ones(results: Path) -> None:
     l0 = {row["sae"]: row["l0"] for row in figures(results, "benchmark")["rows"]}
     dense = [value for name, value in l0.items() if name.startswith("dense")]
     for method in ("msae", "sparse"):
-        ks = [int(name.rpartition("-k")[2]) for name in l0 if name.startswith(f"{method}-")]
+        ks = [_k(name) for name in l0 if name.startswith(f"{method}-")]
         assert min(l0[name] for name in l0 if name.startswith(f"{method}-")) < min(dense)
-        assert {below(min(dense)), above(max(dense)), below(6)} <= set(ks)
+        assert {below(min(dense)), above(max(dense))} <= set(ks)
+    assert below(6) in {_k(name) for name in l0 if name.startswith("msae-")}
+
+
+def test_random_cores_of_the_benchmark_are_at_the_ends_and_the_rest_does_not_depend_on_them(
+    lab: Lab, results: Path
+) -> None:
+    grid = replace(GRID, benchmark_k_factors=(0.5, 1.0, 2.0), measures=("fidelity",))
+    rows = {row["sae"]: row for row in PARTS["benchmark"].run(lab, grid, 0)["rows"]}
+    assert {_k(name) for name in rows if name.startswith("random-norm_matched-dense-")} == {3, 12}
+    assert {_k(name) for name in rows if name.startswith("dense-")} == {3, 6, 12}
+    alone = {row["sae"]: row for row in figures(results, "benchmark")["rows"]}
+    for name in ("dense-k6", "sparse-k6", "msae-k6", "batchtopk-k6"):
+        assert rows[name]["fve"] == pytest.approx(alone[name]["fve"], rel=1e-5), "kept with six digits"
+
+
+def _k(name: str) -> int:
+    """Return the sparsity that an SAE is named after."""
+    return int(name.rpartition("-k")[2])
 
 
 def test_saes_that_train_as_long_as_detectors_and_their_sae_are_at_their_l0(results: Path) -> None:
@@ -325,9 +345,7 @@ def test_seeds_are_repetitions_with_a_spread(results: Path) -> None:
     assert spread.sd > 0
     made = tables(read_results(results))
     assert len([table for table in made if table.title.endswith(": fidelity")]) == 2, "benchmark, worth"
-    assert len(made) == len(ON_PLANTED) + 1 + 2 * len(GRID.measures), (
-        "the part on cycles has two tables, the one on sparsity only that of cycles"
-    )
+    assert len(made) == len(ON_PLANTED) + 2 * len(GRID.measures), "a table for each part, and its scores"
     assert "±" in next(table for table in made if table.title.startswith("paper")).markdown()
 
 

@@ -179,6 +179,16 @@ PLANTED: dict[str, Json] = {
             )
         ],
     },
+    "distilled": {
+        "rows": [
+            row("dense-k4", price=0.1),
+            row("random-norm_matched-dense-k4", price=0.3),
+            row("sparse-k4", price=0.01),
+            row("random-norm_matched-sparse-k4", price=0.04),
+            row("detector-k4", price=0.02),
+            row("random-detector-k4", price=0.12),
+        ]
+    },
     "confirmation": {"regimes": [{"margin": 0.02, "price": -0.01}]},
     "selection": {
         "rules": [
@@ -218,6 +228,9 @@ EXPECTED = (
         0.03,
         0.3,
         0.5,
+        0.2,
+        0.03,
+        0.1,
         0.02,
         0.01,
         0.3,

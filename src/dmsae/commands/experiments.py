@@ -25,6 +25,7 @@ Name = Literal[
     "benchmark",
     "worth",
     "price",
+    "longer",
     "consistency",
     "regime",
     "all",
@@ -40,8 +41,10 @@ class ExperimentCommand:
     stays in use? selection: what does gradient × activation buy over simpler rules? benchmark: what is an SAE from a
     distilled core worth, against its measured L0, beside MSAE and BatchTopK? worth: what are SAEs with the first core
     worth by every measure, beside nulls and controls? price: how many latents can be kept, at what price, by every
-    rule, freeze and number of cycles, beside random controls? consistency: do independent distillations find the same
-    core? regime: where does a first core beat every control, confirmed with fresh seeds? all: every question but worth.
+    rule and freeze, before and after the cycles, beside random controls? longer: what does an SAE reach that keeps
+    nothing and trains as long as a core and its carrier together? consistency: do independent distillations find the
+    same core? regime: where does a first core beat every control, confirmed with fresh seeds? all: every question but
+    worth.
 
     Each part and seed is a job of its own, and is kept as a small JSON file as it ends. The same command resumes where
     it stopped, and experiments in one directory share their runs.
@@ -52,8 +55,9 @@ class ExperimentCommand:
     out: Path
     """Directory for the runs; the figures are in its folder `results`."""
     preset: Literal["smoke", "small", "medium", "paper"] = "small"
-    """smoke: to see that it runs. small: about an hour each on two cores, at the demo's size. medium: the same grids
-    at the default recipe's size. paper: the paper's model and sizes, which the authors of dmsae have not run."""
+    """smoke: to see that it runs. small: at most 45 minutes each on two cores with `--jobs 3`, at the demo's size.
+    medium: the same grids at the default recipe's size. paper: the paper's model and sizes, which the authors of dmsae
+    have not run."""
     seeds: tuple[int, ...] = ()
     """A whole repetition for each: initial weights, order of activations, random controls. Default: 0 1 2; for smoke,
     which measures nothing, 0 alone."""

@@ -17,6 +17,7 @@ from dmsae.experiments.parts import (
     consensus,
     consistency,
     cycles,
+    distilled,
     longer,
     paper,
     random_core,
@@ -46,6 +47,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "cycles": Part(cycles.run, ("max_rate", "cycles")),
+    "distilled": Part(distilled.run, ("max_rate", "cycles")),
     "tau": Part(tau.run, ("coverages",)),
     "sparsity": Part(sparsity.run, ("k_factors", "sparsity_cycles")),
     "random-core": Part(random_core.run, ("random_k_factors", "norms", "random_token_factors")),
@@ -76,10 +78,15 @@ EXPERIMENTS = {
     ),
     "price": Experiment(
         "How many latents can be kept, holding how much of the attribution, at what price?",
-        ("paper", "longer", "capped", "consensus", "cycles"),
+        ("paper", "capped", "distilled"),
+    ),
+    "longer": Experiment(
+        "What does an SAE reach that keeps nothing and trains for as long as detectors and their carrier together?",
+        ("paper", "longer"),
     ),
     "consistency": Experiment(
-        "Do independent distillations find the same core, more than their prefix-0s agree?", ("consistency",)
+        "Do independent distillations find the same core, more than their prefix-0s agree?",
+        ("consistency", "consensus"),
     ),
     "regime": Experiment(
         "Where does a first core beat every control at matched L0, with fresh seeds?", ("regime", "confirmation")

@@ -78,6 +78,22 @@ _AGAINST_RANDOM = tuple(
     for (measure, figure), does in _SCORES.items()
 )
 
+_PRICES = tuple(
+    Claim(
+        f"{what} costs less than {control}.",
+        OURS,
+        "distilled",
+        "price of the random core less price of the core, each against SAEs of its own L0",
+        partial(price_saved, core=core, control=f"random-{of_control}"),
+    )
+    for what, core, control, of_control in (
+        ("The distilled dense core", "dense", "random directions of equal norms", "norm_matched-dense"),
+        ("The same core in sparse mode", "sparse", "random directions in sparse mode", "norm_matched-sparse"),
+        ("A distilled core of detectors", "detector", "random detectors of equal rates and means", "detector"),
+    )
+)
+"""What distilled cores cost, against random ones."""
+
 CLAIMS = (
     *_AGAINST_MSAE,
     *_AGAINST_RANDOM,
@@ -249,6 +265,7 @@ CLAIMS = (
         "share of the first core in the last core, selected start less random start",
         lambda figures: persists(figures, "detector"),
     ),
+    *_PRICES,
     Claim(
         "In the best regime of a search, attribution chooses a better core than firing rate, chance and random rows.",
         OURS,

@@ -15,7 +15,7 @@ class Preset(StrEnum):
     SMOKE = "smoke"
     """To see that it runs: minutes for all of them together."""
     SMALL = "small"
-    """Every experiment in about an hour on two CPU cores, with three seeds."""
+    """Every experiment in three quarters of an hour on two CPU cores, with three seeds."""
     MEDIUM = "medium"
     """The grids of `small` at the size of the default recipe."""
     PAPER = "paper"
@@ -98,15 +98,13 @@ class Grid:
     """SAEs that are trained from one core with different seeds, in the part `consistency`."""
     regimes: tuple[Regime, ...] = (
         Regime("wide prefix-0", prefix0_factor=4, coverage=0.5),
-        Regime("active positions", prefix0_factor=4, coverage=0.5, over="active"),
-        Regime("smaller core", prefix0_factor=4, coverage=0.25),
-        Regime("sparser", prefix0_factor=4, coverage=0.5, k_factor=0.5),
+        Regime("smaller core, active positions", prefix0_factor=4, coverage=0.25, over="active"),
         Regime("longer", prefix0_factor=4, coverage=0.5, token_factor=1.5),
-        Regime("wider", prefix0_factor=4, coverage=0.5, width_factor=1.5),
+        Regime("wider and sparser", prefix0_factor=4, coverage=0.5, width_factor=1.5, k_factor=0.5),
         Regime("directions", prefix0_factor=4, coverage=0.25, k_factor=3, core_mode=CoreMode.DENSE),
     )
-    """What the part `regime` tries: a wide prefix-0, so that there is something to select, and one change each. What
-    the recipe itself gives is in the part `capped`. Directions fire often, so they need a larger k to fit in."""
+    """What the part `regime` tries: a wide prefix-0, so that there is something to select, and one or two changes each.
+    What the recipe itself gives is in the part `capped`. Directions fire often, so they need a larger k to fit in."""
     ablated: int = 32
     """Latents that are ablated, in the part `selection`."""
     ablation_contexts: int = 64

@@ -25,19 +25,22 @@ class Series(NamedTuple):
 
 KEPT = (
     Series("first core, dense", ("paper",), "dense", COLOURS[1], "s"),
-    Series("distilled core, dense", ("cycles",), "dense", COLOURS[4], "s"),
-    Series("random directions", ("paper", "cycles"), "random-norm_matched-dense", GREY, "s"),
+    Series("distilled core, dense", ("distilled",), "dense", COLOURS[4], "s"),
+    Series("distilled core, sparse", ("distilled",), "sparse", COLOURS[3], "D"),
+    Series("random directions", ("paper", "distilled"), "random-norm_matched-dense", GREY, "s"),
+    Series("random directions, sparse", ("distilled",), "random-norm_matched-sparse", GREY, "D"),
     Series("first core, detectors", ("paper",), "detector", COLOURS[0], "o"),
     Series("first core, detectors below the cap", ("capped",), "detector", COLOURS[5], "o"),
-    Series("distilled core, detectors", ("cycles",), "detector", COLOURS[2], "o"),
+    Series("distilled core, detectors", ("distilled",), "detector", COLOURS[2], "o"),
     Series("consensus, detectors", ("consensus",), "detector", COLOURS[3], "o"),
     Series("by firing rate", ("capped",), "firing_rate-detector", COLOURS[6], "v"),
     Series("by mean activation", ("capped",), "mean_activation-detector", COLOURS[6], "^"),
     Series("any of the candidates", ("capped",), "random_subset-detector", COLOURS[6], "+"),
     Series("principal components", ("capped",), "principal_components-detector", COLOURS[6], "x"),
-    Series("random detectors", ("paper", "capped", "consensus", "cycles"), "random-detector", GREY, "o"),
+    Series("random detectors", ("paper", "capped", "consensus", "distilled"), "random-detector", GREY, "o"),
 )
-"""Cores whose price is drawn: squares are directions, circles detectors, grey is random."""
+"""Cores whose price is drawn: squares are directions, diamonds the same in sparse mode, circles detectors, grey is
+random."""
 
 METHODS = {
     "dense": Series("DMSAE, dense core", (), "dense", COLOURS[0], "o"),

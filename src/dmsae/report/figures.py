@@ -132,7 +132,7 @@ def selection(figures: Sequence[Json]) -> "Figure":
 
 FIGURES: dict[str, tuple[tuple[str, ...], "Callable[[Sequence[Json]], Figure]"]] = {
     "frontier": (("paper", "longer"), comparisons.frontier),
-    "price": (("paper", "capped", "consensus", "cycles"), comparisons.price),
+    "price": (("paper", "capped", "consensus", "distilled"), comparisons.price),
     "core-evolution": (("cycles",), core_evolution),
     "benchmark": (("benchmark",), comparisons.benchmark),
     "coverage": (("tau",), coverage),
@@ -154,7 +154,7 @@ CAPTIONS = {
     "nothing (means over seeds). What lies on the line costs nothing to keep. Dashed: SAEs that train twice as long, "
     "as detectors have if their own training counts.",
     "price": "What it costs to keep latents, by rule, freeze and number of cycles; a point for each seed. Squares are "
-    "directions, circles detectors, grey is random.",
+    "directions, diamonds the same in sparse mode, circles detectors, grey is random.",
     "benchmark": "Every score against the measured L0; a point for each seed, lines through their means. Small dots: "
     "nulls of MSAE.",
     "consistency": "Latents that two independent runs both have (encoder and decoder cosine above 0.7), how alike "

@@ -1,42 +1,33 @@
-"""Distillations of both kinds, and the same from a random start: how much of the first core persists.
-
-Then SAEs from the distilled cores, beside their random controls and SAEs that keep nothing.
-"""
+"""Distillations of both kinds, and the same from a random start: how much of the first core persists."""
 
 from dataclasses import replace
 
 from dmsae.config import Json
-from dmsae.cores.attribution import Attribution
 from dmsae.cores.controls import RandomKind
-from dmsae.cores.core import Core
-from dmsae.disk import layout
 from dmsae.distillation.config import DistillConfig
-from dmsae.distillation.prices import Held
-from dmsae.distillation.transfer import Budget
-from dmsae.evaluation.price import attribution_share
 from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Followed, Lab
-from dmsae.experiments.parts.capped import detectors
 from dmsae.sae.config import CoreMode
 
 
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
-    """Return the cores of every cycle for one seed, and the rows of the distilled ones."""
-    figures: Json = {"cycles": [], "rows": [], "failures": {}}
-    for mode, max_rate in ((CoreMode.DENSE, None), (CoreMode.DETECTOR, grid.max_rate)):
+    """Return the cores of every cycle for one seed."""
+    figures: Json = {"rows": [], "cycles": [], "failures": {}}
+    for config in selected(lab, grid, seed):
         for kind in (None, RandomKind.NORM_MATCHED):
-            name = f"{mode}-{'random' if kind else 'selected'}"
-            config = replace(
-                lab.base, seed=seed, cycles=grid.cycles, core_mode=mode, max_rate=max_rate, random_start=kind
-            )
-            found = lab.follow(config)
+            name = f"{config.core_mode}-{'random' if kind else 'selected'}"
+            found = lab.follow(replace(config, random_start=kind))
             figures["cycles"] += [{"run": name, **cycle} for cycle in by_cycle(found)]
             if found.failure:  # a cycle that fails is a result
                 figures["failures"][name] = found.failure
-            elif kind is None and found.distilled:
-                scores = Attribution.load(layout.cycle_directory(found.directory, found.distilled.cycle))
-                figures["rows"] += _rows(lab, config, found.distilled, scores)
     return figures
+
+
+def selected(lab: Lab, grid: Grid, seed: int) -> list[DistillConfig]:
+    """Return the distillations of both kinds that start from a selected core."""
+    base = replace(lab.base, seed=seed, cycles=grid.cycles)
+    modes = ((CoreMode.DENSE, None), (CoreMode.DETECTOR, grid.max_rate))
+    return [replace(base, core_mode=mode, max_rate=max_rate) for mode, max_rate in modes]
 
 
 def by_cycle(found: Followed) -> list[Json]:
@@ -58,11 +49,3 @@ def by_cycle(found: Followed) -> list[Json]:
             }
         )
     return rows
-
-
-def _rows(lab: Lab, config: DistillConfig, core: Core, scores: Attribution) -> list[Json]:
-    """Return the rows of a distilled core beside its random control and SAEs that keep nothing."""
-    budget = Budget.TOTAL if config.core_mode is CoreMode.DETECTOR else Budget.NONCORE
-    chosen = replace(detectors(lab, config, "cycles"), core_modes=(config.core_mode,), budget=budget)
-    known = [Held(core, attribution_share(core, scores))]
-    return lab.rows(lab.transfer(chosen, core), config, known)
