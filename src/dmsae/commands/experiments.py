@@ -40,11 +40,11 @@ class ExperimentCommand:
     core hold? sparsity: at which k is most carried over? random-core: does a random core decay while a distilled one
     stays in use? selection: what does gradient × activation buy over simpler rules? benchmark: what is an SAE from a
     distilled core worth, against its measured L0, beside MSAE and BatchTopK? worth: what are SAEs with the first core
-    worth by every measure, beside nulls and controls? price: how many latents can be kept, at what price, by every
-    rule and freeze, before and after the cycles, beside random controls? longer: what does an SAE reach that keeps
-    nothing and trains as long as a core and its carrier together? consistency: do independent distillations find the
-    same core? regime: where does a first core beat every control, confirmed with fresh seeds? all: every question but
-    worth.
+    worth by every measure, beside nulls and controls? price: how many latents can be kept, at what price, by other
+    rules, in every mode, before and after the cycles, beside random controls? longer: what does an SAE reach that keeps
+    nothing and trains as long as detectors and their carrier together? consistency: do independent distillations find
+    the same core, and what does a consensus cost? regime: where does a first core beat every control, confirmed with
+    fresh seeds? all: every question but worth.
 
     Each part and seed is a job of its own, and is kept as a small JSON file as it ends. The same command resumes where
     it stopped, and experiments in one directory share their runs.

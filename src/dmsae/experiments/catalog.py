@@ -85,7 +85,7 @@ EXPERIMENTS = {
         ("paper", "longer"),
     ),
     "consistency": Experiment(
-        "Do independent distillations find the same core, more than their prefix-0s agree?",
+        "Do independent distillations find the same core, more than prefix-0s agree? What does a consensus cost?",
         ("consistency", "consensus"),
     ),
     "regime": Experiment(

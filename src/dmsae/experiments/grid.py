@@ -103,8 +103,8 @@ class Grid:
         Regime("wider and sparser", prefix0_factor=4, coverage=0.5, width_factor=1.5, k_factor=0.5),
         Regime("directions", prefix0_factor=4, coverage=0.25, k_factor=3, core_mode=CoreMode.DENSE),
     )
-    """What the part `regime` tries: a wide prefix-0, so that there is something to select, and one or two changes each.
-    What the recipe itself gives is in the part `capped`. Directions fire often, so they need a larger k to fit in."""
+    """What the part `regime` tries: a wide prefix-0, so that there is something to select, and some changes. What the
+    recipe itself gives is in the part `capped`. Directions fire often, so they need a larger k to fit in."""
     ablated: int = 32
     """Latents that are ablated, in the part `selection`."""
     ablation_contexts: int = 64
