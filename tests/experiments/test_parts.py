@@ -100,13 +100,30 @@ def test_each_part_has_its_saes_and_controls(results: Path) -> None:
     assert {"dense-k6", "random-norm_matched-dense-k6", "detector-k6", "random-detector-k6"} <= set(names["paper"])
     assert {"detector-k6", "random-detector-k6"} <= set(names["capped"])
     assert {"firing_rate-detector-k6"} <= {*names["capped"], *figures(results, "capped")["left_out"]}
-    for part in ("paper", "capped", "consensus", "distilled"):
+    for part in ("paper", "capped", "consensus"):
         assert any(name.startswith("unconstrained-1") for name in names[part]), part
-    assert {"sparse-k6", "random-norm_matched-sparse-k6"} <= set(names["distilled"]), "beside dense and detectors"
     for row in figures(results, "paper")["rows"]:
         assert 0 < row["fve"] < 1
         assert (row["kept_all"] is None) == (row["n_core"] == 0)
         assert row["n_core"] == 0 or 0 <= row["kept_active"] <= row["n_core"]
+
+
+def test_cores_have_prices_in_every_mode_by_every_rule_before_and_after_the_cycles(results: Path) -> None:
+    found = figures(results, "prices")
+    assert not found["failures"]
+    for cycles, modes in ((0, ("dense", "sparse")), (1, ("dense", "detector")), (2, ("dense", "sparse", "detector"))):
+        rows = [row for row in found["rows"] if row["cycles"] == cycles]
+        names = {row["sae"].removeprefix(f"after-{cycles}-") for row in rows}
+        kept = {name.rpartition("-k")[0] for name in names if not name.startswith("unconstrained")}
+        random = {mode: "random-detector" if mode == "detector" else f"random-norm_matched-{mode}" for mode in modes}
+        rules = {f"firing_rate-{mode}" for mode in modes if cycles != 1}
+        left_out = {name.removeprefix(f"after-{cycles}-") for name in found["left_out"]}
+        assert {*modes, *random.values()} | (rules - left_out) == kept
+        assert len([name for name in names if name.startswith("unconstrained")]) >= 2
+        priced = [row for row in rows if row["sae"].startswith(f"after-{cycles}-dense")]
+        assert all(row["price"] is not None for row in priced), "SAEs that keep nothing lie on both sides of its L0"
+        held = {row["sae"]: row["attribution_share"] for row in rows if row["n_core"] and "random" not in row["sae"]}
+        assert all(share is not None and 0 < share <= 1 for share in held.values())
 
 
 def test_random_detectors_fire_as_often(results: Path) -> None:

@@ -139,7 +139,11 @@ PLANTED: dict[str, Json] = {
                 ("distilled, dense", 0.45),
                 ("random rows", 0.0),
                 ("consensus", 0.6),
-                ("the rest beside a shared core", 0.3),
+                ("the rest beside distilled detectors", 0.3),
+                ("the rest beside a distilled dense core", 0.25),
+                ("the rest beside detectors of the first core", 0.28),
+                ("the rest beside a consensus", 0.22),
+                ("the rest beside random detectors", 0.27),
                 ("the same without a core", 0.2),
             )
             if tokens < 40 or what == "prefix-0"
@@ -179,14 +183,32 @@ PLANTED: dict[str, Json] = {
             )
         ],
     },
-    "distilled": {
+    "prices": {
         "rows": [
-            row("dense-k4", price=0.1),
-            row("random-norm_matched-dense-k4", price=0.3),
-            row("sparse-k4", price=0.01),
-            row("random-norm_matched-sparse-k4", price=0.04),
-            row("detector-k4", price=0.02),
-            row("random-detector-k4", price=0.12),
+            row(f"after-{cycles}-{name}-k4", price=price + 0.001 * cycles * i, cycles=cycles)
+            for cycles in (0, 2, 4)
+            for i, (name, price) in enumerate(
+                (
+                    ("dense", 0.1),
+                    ("random-norm_matched-dense", 0.3),
+                    ("firing_rate-dense", 0.15),
+                    ("random_subset-dense", 0.14),
+                    ("sparse", 0.01),
+                    ("random-norm_matched-sparse", 0.04),
+                    ("firing_rate-sparse", 0.02),
+                    ("random_subset-sparse", 0.03),
+                    *(
+                        (
+                            ("detector", 0.02),
+                            ("random-detector", 0.12),
+                            ("firing_rate-detector", 0.05),
+                            ("random_subset-detector", 0.04),
+                        )
+                        if cycles
+                        else ()
+                    ),
+                )
+            )
         ]
     },
     "confirmation": {"regimes": [{"margin": 0.02, "price": -0.01}]},
@@ -228,9 +250,13 @@ EXPECTED = (
         0.03,
         0.3,
         0.5,
-        0.2,
+        0.204,
+        0.034,
+        0.104,
         0.03,
-        0.1,
+    ]
+    + [0.05, 0.04, 0.01, 0.02, 0.058, 0.052, 0.018, 0.032, 0.038, 0.032]
+    + [
         0.02,
         0.01,
         0.3,
@@ -239,10 +265,9 @@ EXPECTED = (
         0.2,
         0.3,
         0.4,
-        0.1,
         0.3,
-        0.1,
     ]
+    + [0.1, 0.1, 0.05, 0.05, 0.08, 0.08, 0.02, 0.02, 0.03, 0.03]
 )
 
 

@@ -17,9 +17,9 @@ from dmsae.experiments.parts import (
     consensus,
     consistency,
     cycles,
-    distilled,
     longer,
     paper,
+    prices,
     random_core,
     regime,
     selection,
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "cycles": Part(cycles.run, ("max_rate", "cycles")),
-    "distilled": Part(distilled.run, ("max_rate", "cycles")),
+    "prices": Part(prices.run, ("max_rate", "cycles", "priced_cycles", "rules")),
     "tau": Part(tau.run, ("coverages",)),
     "sparsity": Part(sparsity.run, ("k_factors", "sparsity_cycles")),
     "random-core": Part(random_core.run, ("random_k_factors", "norms", "random_token_factors")),
@@ -78,10 +78,10 @@ EXPERIMENTS = {
     ),
     "price": Experiment(
         "How many latents can be kept, holding how much of the attribution, at what price?",
-        ("paper", "capped", "distilled"),
+        ("capped", "prices"),
     ),
-    "longer": Experiment(
-        "What does an SAE reach that keeps nothing and trains for as long as detectors and their carrier together?",
+    "first-core": Experiment(
+        "What does the first core cost, as the paper freezes it and as detectors, also in loss and in training?",
         ("paper", "longer"),
     ),
     "consistency": Experiment(

@@ -16,6 +16,7 @@ from dmsae.experiments.statistics import (
     price_saved,
     rises,
     row_of,
+    saved_after,
     sparse_follows,
     stays_at_largest,
     stays_in_use,
@@ -23,6 +24,7 @@ from dmsae.experiments.statistics import (
 from dmsae.experiments.verdicts import Claim
 
 PAPER, OURS = "the paper", "ours"
+_RANDOM, _NONE = "random-detector", "the same without a core"
 _USE = (
     "the smallest of: share of its initial L0 that the core keeps minus what random rows keep; what those lose; what "
     "the core keeps beyond a half"
@@ -78,21 +80,75 @@ _AGAINST_RANDOM = tuple(
     for (measure, figure), does in _SCORES.items()
 )
 
+_OF_RULES = "price of the other core less price of the core, each against SAEs of its own L0"
+_AT = ((min, "before any cycle"), (max, "after the last cycle"))
+"""Numbers of cycles at which rules are compared: the smallest and the largest."""
+
 _PRICES = tuple(
     Claim(
         f"{what} costs less than {control}.",
         OURS,
-        "distilled",
-        "price of the random core less price of the core, each against SAEs of its own L0",
-        partial(price_saved, core=core, control=f"random-{of_control}"),
+        "prices",
+        _OF_RULES,
+        partial(saved_after, which=which, core=core, control=of_control),
     )
-    for what, core, control, of_control in (
-        ("The distilled dense core", "dense", "random directions of equal norms", "norm_matched-dense"),
-        ("The same core in sparse mode", "sparse", "random directions in sparse mode", "norm_matched-sparse"),
-        ("A distilled core of detectors", "detector", "random detectors of equal rates and means", "detector"),
+    for which, what, core, control, of_control in (
+        (max, "The distilled dense core", "dense", "random directions of equal norms", "random-norm_matched-dense"),
+        (
+            max,
+            "The same core in sparse mode",
+            "sparse",
+            "random directions in sparse mode",
+            "random-norm_matched-sparse",
+        ),
+        (max, "A distilled core of detectors", "detector", "random detectors of equal rates and means", _RANDOM),
+        (
+            min,
+            "The first core in sparse mode",
+            "sparse",
+            "random directions in sparse mode",
+            "random-norm_matched-sparse",
+        ),
     )
 )
-"""What distilled cores cost, against random ones."""
+"""What cores cost, against random ones."""
+
+_RULES = tuple(
+    Claim(
+        f"Attribution chooses a cheaper core than {rule}: {kept}, {when}.",
+        OURS,
+        "prices",
+        _OF_RULES,
+        partial(saved_after, which=which, core=mode, control=f"{of_rule}-{mode}"),
+    )
+    for which, when in _AT
+    for mode, kept in (("dense", "kept dense"), ("sparse", "in sparse mode"), ("detector", "as detectors"))
+    if (which, mode) != (min, "detector")  # the part `capped` has these
+    for of_rule, rule in (("firing_rate", "firing rate"), ("random_subset", "chance from the same candidates"))
+)
+"""What attribution buys over simpler rules, in every mode, before and after the cycles."""
+
+_SHARED = tuple(
+    Claim(
+        f"The unfrozen latents of two SAEs {are} when the SAEs share {core} than when they {control}.",
+        OURS,
+        "consistency",
+        f"{statistic}, with the shared core less {against}",
+        partial(measure, what=f"the rest beside {core}", than=than),
+    )
+    for core, than, control, against in (
+        ("distilled detectors", _NONE, "have none", "without"),
+        ("a distilled dense core", _NONE, "have none", "without"),
+        ("detectors of the first core", _NONE, "have none", "without"),
+        ("a consensus", _NONE, "have none", "without"),
+        ("distilled detectors", "the rest beside random detectors", "share random detectors", "beside random ones"),
+    )
+    for are, measure, statistic in (
+        ("agree more", found_again, "share of prefix-0 latents that both SAEs have"),
+        ("are more alike", more_alike, "mean encoder and decoder cosine of matched prefix-0 latents"),
+    )
+)
+"""Whether what is not frozen agrees more beside a core that SAEs share."""
 
 CLAIMS = (
     *_AGAINST_MSAE,
@@ -266,6 +322,7 @@ CLAIMS = (
         lambda figures: persists(figures, "detector"),
     ),
     *_PRICES,
+    *_RULES,
     Claim(
         "In the best regime of a search, attribution chooses a better core than firing rate, chance and random rows.",
         OURS,
@@ -323,24 +380,11 @@ CLAIMS = (
         lambda figures: found_again(figures, "consensus", "prefix-0"),
     ),
     Claim(
-        "The unfrozen latents of two SAEs agree more when the SAEs share a core than when they have none.",
-        OURS,
-        "consistency",
-        "share of prefix-0 latents that both SAEs have, with a shared core less without",
-        lambda figures: found_again(figures, "the rest beside a shared core", "the same without a core"),
-    ),
-    Claim(
         "First cores of independent runs are more alike than random rows with the covariance of the activations.",
         OURS,
         "consistency",
         "mean encoder and decoder cosine of matched latents, first core under a cap on firing rates less random rows",
         lambda figures: more_alike(figures, "first core, capped", "random rows"),
     ),
-    Claim(
-        "The unfrozen latents of two SAEs are more alike when the SAEs share a core than when they have none.",
-        OURS,
-        "consistency",
-        "mean encoder and decoder cosine of matched prefix-0 latents, with a shared core less without",
-        lambda figures: more_alike(figures, "the rest beside a shared core", "the same without a core"),
-    ),
+    *_SHARED,
 )

@@ -1,5 +1,6 @@
 """What claims are judged by: each a number that one seed's figures give, or None when they do not give it."""
 
+from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import NamedTuple
 
@@ -30,6 +31,14 @@ def negative(row: Json | None, figure: str) -> float | None:
 
 def price_saved(figures: Json, core: str, control: str) -> float | None:
     return _difference(figures, "price", control, core)
+
+
+def saved_after(figures: Json, which: Callable[[Iterable[int]], int], core: str, control: str) -> float | None:
+    """Return the same after the smallest or the largest number of cycles that cores have a price after."""
+    if not figures["rows"]:
+        return None
+    beginning = f"after-{which(row['cycles'] for row in figures['rows'])}-"
+    return price_saved(figures, beginning + core, beginning + control)
 
 
 def persists(figures: Json, mode: str) -> float | None:

@@ -5,6 +5,7 @@ Random detectors have the same firing rates and mean activations. Other rules ch
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from dmsae.config import Json
 from dmsae.cores.attribution import Attribution
@@ -16,17 +17,31 @@ from dmsae.errors import ConfigError
 from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Lab
 from dmsae.sae.config import CoreMode
+from dmsae.sae.sae import SAE
 
 
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
     """Return the rows of one seed, how many candidates there were, and why a rule's core did not fit the budget."""
     config = replace(lab.base, seed=seed, max_rate=grid.max_rate)
-    core = lab.first_core(config)
-    chosen = detectors(lab, config, "capped")
-    beside, left_out = fitting(lab, chosen, by_rules(lab, config, grid.rules, len(core)))
-    known = [lab.held(one, config) for one in (core, *beside.values())]
-    rows = lab.rows(lab.transfer(chosen, core, beside), config, known)
-    return {"rows": rows, "n_candidates": len(candidates(lab, config).latents_P), "left_out": left_out}
+    first, chosen = first_selected(lab, config), detectors(lab, config, "capped")
+    beside, left_out = fitting(lab, chosen, by_rules(lab, config, grid.rules, first))
+    known = [lab.held(one, config) for one in (first.core, *beside.values())]
+    rows = lab.rows(lab.transfer(chosen, first.core, beside), config, known, losses=False)
+    return {"rows": rows, "n_candidates": len(_eligible(first.scores, config).latents_P), "left_out": left_out}
+
+
+class Selected(NamedTuple):
+    """A core and what it was selected from."""
+
+    core: Core
+    sae: SAE
+    scores: Attribution
+
+
+def first_selected(lab: Lab, config: DistillConfig) -> Selected:
+    """Return the core that is selected after cycle 0."""
+    start = lab.start(config)
+    return Selected(lab.first_core(config), start.sae, start.attribution)
 
 
 def detectors(lab: Lab, config: DistillConfig, purpose: str) -> TransferConfig:
@@ -41,16 +56,15 @@ def detectors(lab: Lab, config: DistillConfig, purpose: str) -> TransferConfig:
     )
 
 
-def by_rules(lab: Lab, config: DistillConfig, rules: Sequence[Rule], n: int) -> dict[str, Core]:
-    """Return the cores of n latents that other rules choose among the candidates below the cap of a distillation."""
-    sae, pool = lab.start(config).sae, candidates(lab, config)
-    provenance = Provenance.of(lab.store, config.result_settings())
-    return {str(rule): core_by_rule(rule, sae, pool, n, lab.store, provenance, config.seed) for rule in rules}
+def by_rules(lab: Lab, config: DistillConfig, rules: Sequence[Rule], like: Selected) -> dict[str, Core]:
+    """Return the cores that other rules choose: as many latents as a core has, among the same candidates."""
+    pool, provenance = _eligible(like.scores, config), Provenance.of(lab.store, config.result_settings())
+    facts = (len(like.core), lab.store, provenance, config.seed, like.core.cycle)
+    return {str(rule): core_by_rule(rule, like.sae, pool, *facts) for rule in rules}
 
 
-def candidates(lab: Lab, config: DistillConfig) -> Attribution:
-    """Return the scores of those latents of cycle 0 that a core may have: they fire no more often than the cap."""
-    scores = lab.start(config).attribution
+def _eligible(scores: Attribution, config: DistillConfig) -> Attribution:
+    """Return the scores of those candidates that a core may have: they fire no more often than the cap."""
     return scores.among(scores.firing_rates_P <= (1.0 if config.max_rate is None else config.max_rate))
 
 

@@ -4,13 +4,13 @@ What each finds is matched one to one with what the other finds, by encoder and 
 again when both its encoder and its decoder cosine exceed 0.7. Beside it stand the prefix-0 of the two SAEs, a
 consensus, and random rows with the covariance of the activations. Each seed is a pair of its own, and so independent.
 
-Then SAEs with different seeds are trained from the distilled detectors of one run, and as many from none: does what is
-not frozen agree more?
+Then SAEs with different seeds are trained from each core of one run, from random detectors and from none: does what is
+not frozen agree more beside a core that they share?
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import fmean
 from typing import NamedTuple
@@ -23,12 +23,13 @@ from dmsae.config import Json
 from dmsae.cores.controls import RandomKind, random_core
 from dmsae.cores.core import Core
 from dmsae.distillation.config import DistillConfig
-from dmsae.distillation.transfer import TransferConfig
+from dmsae.distillation.distill import Distillation
+from dmsae.distillation.transfer import Budget, TransferConfig
 from dmsae.errors import AttributionError, TrainingError
 from dmsae.evaluation.assignment import match_rows
 from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Lab
-from dmsae.experiments.parts.capped import detectors
+from dmsae.experiments.parts.capped import detectors, fitting
 from dmsae.experiments.parts.consensus import agreed
 from dmsae.experiments.parts.regime import FRESH
 from dmsae.sae.config import CoreMode
@@ -82,16 +83,21 @@ def _later(lab: Lab, grid: Grid, config: DistillConfig) -> dict[str, Latents]:
     """Return what a distillation and a consensus find, by name."""
     start, capped = lab.start(config), replace(config, max_rate=grid.max_rate)
     found = {}
-    for name, mode, asked in (("dense", CoreMode.DENSE, config), ("detector", CoreMode.DETECTOR, capped)):
-        try:
-            done = lab.distill(replace(asked, core_mode=mode))
-        except TrainingError:  # it has nothing to compare; the part on cycles tells why
-            continue
-        if len(done.distilled):
+    for name, asked in (("dense", config), ("detector", replace(capped, core_mode=CoreMode.DETECTOR))):
+        if done := _distilled(lab, asked):
             found[f"distilled, {name}"] = latents(lab, done.last_sae, done.distilled.slots_C)
     with suppress(AttributionError):  # they may agree on nothing
         found["consensus"] = latents(lab, start.sae, agreed(lab, grid, capped).slots_C)
     return found
+
+
+def _distilled(lab: Lab, config: DistillConfig) -> Distillation | None:
+    """Return a distillation, unless it failed or found nothing that lasts; the part on cycles tells why."""
+    try:
+        done = lab.distill(config)
+    except TrainingError:
+        return None
+    return done if len(done.distilled) else None
 
 
 @torch.no_grad()
@@ -140,13 +146,12 @@ def _joined(some: Latents) -> Tensor:
 def _rest(lab: Lab, grid: Grid, base: DistillConfig, seed: int) -> dict[str, Json]:
     """Return how much the unfrozen prefix-0 of SAEs agrees, when they share a core and when they do not; mean over all
     pairs of them."""
-    config = replace(base, seed=seed, max_rate=grid.max_rate, core_mode=CoreMode.DETECTOR)
-    core = lab.distill(config).distilled
-    chosen = replace(detectors(lab, config, "consistency"), random_cores=(), baselines=("msae",))
+    config = replace(base, seed=seed)
+    shared = _shared(lab, grid, config)
     found: dict[str, list[Latents]] = {}
     for repeat in range(grid.repeats):
-        train = replace(chosen.train, seed=derive_seed(seed, "consistency", repeat))
-        for name, some in _prefix0(lab, replace(chosen, train=train), core).items():
+        train = replace(config.train, seed=derive_seed(seed, "consistency", repeat))
+        for name, some in _prefix0(lab, [replace(one, chosen=replace(one.chosen, train=train)) for one in shared]):
             found.setdefault(name, []).append(some)
     return {name: _mean([compare(*pair) for pair in combinations(some, 2)]) for name, some in found.items()}
 
@@ -157,11 +162,43 @@ def _mean(compared: Sequence[Json]) -> Json:
     return {"sizes": compared[0]["sizes"], **figures}
 
 
-def _prefix0(lab: Lab, chosen: TransferConfig, core: Core) -> dict[str, Latents]:
-    """Return the non-core latents of prefix-0 of an SAE with the core, and those of one without."""
-    found = {}
-    for result in lab.transfer(chosen, core):
-        sae = SAE.load(result.directory)
-        name = "the rest beside a shared core" if sae.config.core else "the same without a core"
-        found[name] = latents(lab, sae, torch.arange(sae.config.n_core, sae.config.prefixes[0]))
-    return found
+@dataclass(frozen=True)
+class _Shared:
+    """SAEs that share cores, and what is said of the latents beside each: by the beginning of the SAE's name."""
+
+    chosen: TransferConfig
+    core: Core
+    beside: dict[str, Core]
+    names: dict[str, str]
+
+
+def _shared(lab: Lab, grid: Grid, config: DistillConfig) -> list[_Shared]:
+    """Return the transfers of the cores that a run finds: as detectors, with random ones and none, and dense."""
+    capped = replace(config, max_rate=grid.max_rate)
+    chosen = replace(detectors(lab, config, "consistency"), baselines=("msae",))
+    cores = {"first": lab.first_core(capped)}
+    with suppress(AttributionError):  # SAEs may agree on nothing
+        cores["consensus"] = agreed(lab, grid, capped)
+    names = {
+        "detector-": "the rest beside distilled detectors",
+        "first-": "the rest beside detectors of the first core",
+        "consensus-": "the rest beside a consensus",
+        "random-": "the rest beside random detectors",
+        "msae-": "the same without a core",
+    }
+    shared = []
+    if done := _distilled(lab, replace(capped, core_mode=CoreMode.DETECTOR)):
+        shared.append(_Shared(chosen, done.distilled, fitting(lab, chosen, cores)[0], names))
+    if done := _distilled(lab, config):
+        dense = replace(chosen, core_modes=(CoreMode.DENSE,), budget=Budget.NONCORE, random_cores=(), baselines=())
+        shared.append(_Shared(dense, done.distilled, {}, {"dense-": "the rest beside a distilled dense core"}))
+    return shared
+
+
+def _prefix0(lab: Lab, shared: Sequence[_Shared]) -> Iterator[tuple[str, Latents]]:
+    """Yield the non-core latents of prefix-0 of each SAE, and what is said of them."""
+    for one in shared:
+        for result in lab.transfer(one.chosen, one.core, one.beside):
+            sae = SAE.load(result.directory)
+            name = next(name for beginning, name in one.names.items() if result.name.startswith(beginning))
+            yield name, latents(lab, sae, torch.arange(sae.config.n_core, sae.config.prefixes[0]))

@@ -15,7 +15,7 @@ from dmsae.distillation.config import DistillConfig
 from dmsae.errors import AttributionError, ConfigError
 from dmsae.experiments.grid import Grid, Regime, scaled
 from dmsae.experiments.lab import Lab
-from dmsae.experiments.parts.capped import by_rules, detectors, fitting
+from dmsae.experiments.parts.capped import by_rules, detectors, first_selected, fitting
 from dmsae.experiments.results import part_results
 from dmsae.sae.config import CoreMode, matryoshka_nesting
 
@@ -75,23 +75,23 @@ def _share(one: Json) -> float:
 def _tried(lab: Lab, grid: Grid, regime: Regime, seed: int) -> Json:
     config = settings(lab.base, grid, regime, seed)
     try:
-        core = lab.first_core(config)
+        first = first_selected(lab, config)
     except AttributionError as error:
         return {"regime": regime.name, "seed": seed, "margin": None, "price": None, "note": str(error)}
     transfer = replace(detectors(lab, config, "regime"), core_modes=(regime.core_mode,))
-    beside, left_out = fitting(lab, transfer, by_rules(lab, config, _RULES, len(core)))
+    beside, left_out = fitting(lab, transfer, by_rules(lab, config, _RULES, first))
     try:
-        results = lab.transfer(transfer, core, beside)
+        results = lab.transfer(transfer, first.core, beside)
     except ConfigError as error:  # a core that leaves no room in the budget
         return {"regime": regime.name, "seed": seed, "margin": None, "price": None, "note": str(error)}
-    rows = lab.rows(results, config, [lab.held(core, config)], losses=False)  # a margin is one of variance
+    rows = lab.rows(results, config, [lab.held(first.core, config)], losses=False)  # a margin is one of variance
     prices = {row["sae"].rpartition("-k")[0]: row["price"] for row in rows if row["n_core"]}
     own = prices.pop(str(regime.core_mode), None)
     # A control without a price, or that does not fit the budget, might be the best: then there is no margin.
     known = [price for price in (own, *prices.values()) if price is not None]
     complete = len(known) == 1 + len(prices) and prices and not left_out
     margin = min(known[1:]) - known[0] if complete else None
-    facts = {"n_core": len(core), "left_out": left_out, "rows": rows}
+    facts = {"n_core": len(first.core), "left_out": left_out, "rows": rows}
     return {"regime": regime.name, "seed": seed, "margin": margin, "price": own, "prices": prices, **facts}
 
 
