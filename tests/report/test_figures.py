@@ -8,11 +8,13 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 from dmsae.config import Json
 from dmsae.errors import CheckpointError
 from dmsae.experiments.results import result_file
 from dmsae.report.figures import FIGURES, draw
+from dmsae.report.price import priced
 from dmsae.report.style import COLOURS, panels, styled
 
 
@@ -67,6 +69,12 @@ def parts(seed: int) -> dict[str, Json]:
         "tau": {"curves": {"0.5": curve, "0.9": curve}},
         "random-core": {"rows": rows, "curves": {row["sae"]: curve for row in rows}, "n_core": 10},
         "capped": {"rows": priced},
+        "prices": {
+            "rows": [
+                {"sae": f"after-4-{name}", "cycles": 4, "n_core": 30, "price": price, "attribution_share": share}
+                for name, price, share in (("sparse-k4", 0.01, 0.5), ("random-norm_matched-sparse-k4", 0.04, 0.0))
+            ]
+        },
         "paper": {
             "rows": [
                 {"sae": "dense-k4", "n_core": 40, "price": 0.02, "price_loss": 0.1, "l0": 20.0, "fve": 0.5},
@@ -127,20 +135,38 @@ def test_the_frontier_has_a_line_of_means_and_a_point_for_each_seed(results: Pat
     assert not losses.collections, "no losses were measured"
 
 
-def test_a_price_is_drawn_where_its_core_is_and_every_series_is_named(results: Path) -> None:
-    given = [parts(seed)[part] | {"part": part} for part in ("paper", "capped") for seed in (0, 1)]
+def test_prices_are_drawn_by_mode_rule_and_number_of_cycles(results: Path) -> None:
+    given = [parts(seed)[part] | {"part": part} for part in ("paper", "capped", "prices") for seed in (0, 1)]
+    assert {(one.mode, one.rule, one.cycles) for one in priced(given)} == {
+        ("dense", "", 0),
+        ("detector", "", 0),
+        ("detector", "random", 0),
+        ("detector", "firing_rate", 0),
+        ("sparse", "", 4),
+        ("sparse", "random", 4),
+    }
     with styled():
         figure = FIGURES["price"][1](given)
-    drawn = {
-        str(points.get_label()): [tuple(place) for place in np.asarray(points.get_offsets()).tolist()]
-        for points in figure.axes[0].collections
-    }
-    assert drawn == {
-        "first core, dense": [(40, 0.02)] * 2,
-        "first core, detectors below the cap": [(20, 0), (21, 0)],
-        "random detectors": [(20, 0.01), (21, 0.01)],
-        "by firing rate": [(20, 0.02), (21, 0.02)],
-    }
+    by_size, by_share = figure.axes[:3], figure.axes[3:]
+    assert [axes.get_title() for axes in by_size] == ["dense core", "sparse core", "detectors"]
+    places = [_places(axes) for axes in by_size]
+    assert places[0] == [(40, 0.02)] * 2
+    assert sorted(places[1]) == [(30, 0.01), (30, 0.01), (30, 0.04), (30, 0.04)]
+    assert sorted(places[2]) == [(20, 0), (20, 0.01), (20, 0.02), (21, 0), (21, 0.01), (21, 0.02)]
+    assert _places(by_share[1]) == [(0.5, 0.01)] * 2, "a random core holds nothing"
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "attribution",
+        "firing rate",
+        "random control",
+        "before any cycle",
+        "after 4 cycles",
+    ]
+
+
+def _places(axes: Axes) -> list[tuple[float, ...]]:
+    drawn = [np.asarray(points.get_offsets()).tolist() for points in axes.collections]
+    return [tuple(place) for some in drawn for place in some]
 
 
 def test_the_benchmark_has_a_panel_for_each_score_but_l0(results: Path) -> None:

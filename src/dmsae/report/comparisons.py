@@ -23,25 +23,6 @@ class Series(NamedTuple):
     marker: str
 
 
-KEPT = (
-    Series("first core, dense", ("paper",), "dense", COLOURS[1], "s"),
-    Series("distilled core, dense", ("distilled",), "dense", COLOURS[4], "s"),
-    Series("distilled core, sparse", ("distilled",), "sparse", COLOURS[3], "D"),
-    Series("random directions", ("paper", "distilled"), "random-norm_matched-dense", GREY, "s"),
-    Series("random directions, sparse", ("distilled",), "random-norm_matched-sparse", GREY, "D"),
-    Series("first core, detectors", ("paper",), "detector", COLOURS[0], "o"),
-    Series("first core, detectors below the cap", ("capped",), "detector", COLOURS[5], "o"),
-    Series("distilled core, detectors", ("distilled",), "detector", COLOURS[2], "o"),
-    Series("consensus, detectors", ("consensus",), "detector", COLOURS[3], "o"),
-    Series("by firing rate", ("capped",), "firing_rate-detector", COLOURS[6], "v"),
-    Series("by mean activation", ("capped",), "mean_activation-detector", COLOURS[6], "^"),
-    Series("any of the candidates", ("capped",), "random_subset-detector", COLOURS[6], "+"),
-    Series("principal components", ("capped",), "principal_components-detector", COLOURS[6], "x"),
-    Series("random detectors", ("paper", "capped", "consensus", "distilled"), "random-detector", GREY, "o"),
-)
-"""Cores whose price is drawn: squares are directions, diamonds the same in sparse mode, circles detectors, grey is
-random."""
-
 METHODS = {
     "dense": Series("DMSAE, dense core", (), "dense", COLOURS[0], "o"),
     "sparse": Series("DMSAE, sparse core", (), "sparse", COLOURS[3], "o"),
@@ -97,28 +78,6 @@ def _free_curve(axis: "Axes", rows: Sequence[Json], name: str, label: str, line:
     means = sorted((fmean(row["l0"] for row in some), fmean(row[name] for row in some)) for some in free.values())
     if means:
         axis.plot(*zip(*means, strict=True), color="black", linewidth=1.2, linestyle=line, label=label)
-
-
-def price(figures: Sequence[Json]) -> "Figure":
-    """Return what it costs to keep latents: price against their number, for every rule, freeze and number of cycles."""
-    figure, axes = panels(2, columns=2, width=4.2, height=3.4)
-    labels = ("variance explained\nthat is lost at the\nsame measured L0", "nats of next-token loss\nthat are added")
-    for axis, name, label in zip(axes, ("price", "price_loss"), labels, strict=True):
-        for series in KEPT:
-            _points(axis, figures, series, name)
-        axis.axhline(0, color="black", linewidth=0.8)
-        axis.set_xlabel("latents kept")
-        axis.set_ylabel(f"price: {label}")
-        axis.locator_params(axis="x", integer=True)
-    return legend_below(figure, axes, columns=3)
-
-
-def _points(axis: "Axes", figures: Sequence[Json], series: Series, name: str) -> None:
-    rows = [row for one in figures if one["part"] in series.parts for row in one["rows"] if method(row) == series.sae]
-    known = [row for row in rows if row.get(name) is not None]
-    if known:
-        x, y = ([row[figure] for row in known] for figure in ("n_core", name))
-        axis.scatter(x, y, color=series.colour, marker=series.marker, s=26, label=series.label, linewidths=1)
 
 
 def method(row: Json) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dmsae.config import Json
 from dmsae.experiments.results import aligned, read_results
-from dmsae.report import comparisons
+from dmsae.report import comparisons, price
 from dmsae.report.style import COLOURS, band, legend_below, panels, save, styled
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def selection(figures: Sequence[Json]) -> "Figure":
 
 FIGURES: dict[str, tuple[tuple[str, ...], "Callable[[Sequence[Json]], Figure]"]] = {
     "frontier": (("paper", "longer"), comparisons.frontier),
-    "price": (("paper", "capped", "consensus", "distilled"), comparisons.price),
+    "price": (("paper", "capped", "consensus", "prices"), price.price),
     "core-evolution": (("cycles",), core_evolution),
     "benchmark": (("benchmark",), comparisons.benchmark),
     "coverage": (("tau",), coverage),
@@ -153,8 +153,8 @@ CAPTIONS = {
     "frontier": "SAEs with the first core against measured L0, a point for each seed, beside Matryoshka SAEs that keep "
     "nothing (means over seeds). What lies on the line costs nothing to keep. Dashed: SAEs that train twice as long, "
     "as detectors have if their own training counts.",
-    "price": "What it costs to keep latents, by rule, freeze and number of cycles; a point for each seed. Squares are "
-    "directions, diamonds the same in sparse mode, circles detectors, grey is random.",
+    "price": "What it costs to keep latents; a point for each seed. Columns: how the core is frozen. Markers: what "
+    "chose it. Colours: after how many cycles. Grey: random controls, which hold no attribution.",
     "benchmark": "Every score against the measured L0; a point for each seed, lines through their means. Small dots: "
     "nulls of MSAE.",
     "consistency": "Latents that two independent runs both have (encoder and decoder cosine above 0.7), how alike "
