@@ -119,7 +119,10 @@ def test_cores_have_prices_in_every_mode_by_every_rule_before_and_after_the_cycl
         rules = {f"firing_rate-{mode}" for mode in modes if cycles != 1}
         left_out = {name.removeprefix(f"after-{cycles}-") for name in found["left_out"]}
         assert {*modes, *random.values()} | (rules - left_out) == kept
-        assert len([name for name in names if name.startswith("unconstrained")]) >= 2
+        assert {name.rpartition("-k")[0] for name in names} - kept == {
+            f"unconstrained-{mode}-{i}" for mode in modes for i in (1, 2)
+        }
+        assert len(names) == len(rows), "every SAE has a name of its own"
         priced = [row for row in rows if row["sae"].startswith(f"after-{cycles}-dense")]
         assert all(row["price"] is not None for row in priced), "SAEs that keep nothing lie on both sides of its L0"
         held = {row["sae"]: row["attribution_share"] for row in rows if row["n_core"] and "random" not in row["sae"]}
@@ -281,6 +284,19 @@ def test_two_runs_are_compared_and_random_rows_beside_them(results: Path) -> Non
         assert -1 <= pair["encoder_cosine"] <= 1
         assert 0 <= pair["share_found"] <= 1
     assert pairs["random rows"]["share_found"] == 0
+
+
+def test_what_is_not_frozen_is_compared_beside_every_core(results: Path, directory: Path) -> None:
+    pairs = {pair["what"]: pair for pair in figures(results, "consistency")["pairs"]}
+    cores = ("distilled detectors", "detectors of the first core", "random detectors", "a distilled dense core")
+    assert all(pairs[f"the rest beside {core}"]["sizes"] == pairs["the same without a core"]["sizes"] for core in cores)
+    assert not figures(results, "consistency")["left_out"]
+    frozen: dict[str, set[bytes]] = {}
+    for run in (directory / "runs").glob("transfer-*/msae-k6/.."):  # the baselines of this part alone
+        for sae in run.glob("*detector-k6"):
+            frozen.setdefault(sae.name, set()).add(SAE.load(sae).W_enc_core.numpy().tobytes())
+    assert len(frozen) >= 3
+    assert all(len(rows) == 1 for rows in frozen.values()), "SAEs of all seeds share each core, random ones too"
 
 
 def test_the_same_latents_in_another_order_agree_fully(planted: Planted, lab: Lab) -> None:

@@ -184,6 +184,7 @@ PLANTED: dict[str, Json] = {
         ],
     },
     "prices": {
+        "priced_cycles": [0, 2, 4],
         "rows": [
             row(f"after-{cycles}-{name}-k4", price=price + 0.001 * cycles * i, cycles=cycles)
             for cycles in (0, 2, 4)
@@ -209,7 +210,7 @@ PLANTED: dict[str, Json] = {
                     ),
                 )
             )
-        ]
+        ],
     },
     "confirmation": {"regimes": [{"margin": 0.02, "price": -0.01}]},
     "selection": {

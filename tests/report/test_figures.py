@@ -136,9 +136,8 @@ def test_the_frontier_has_a_line_of_means_and_a_point_for_each_seed(results: Pat
 
 
 def test_prices_are_drawn_by_mode_rule_and_number_of_cycles(results: Path) -> None:
-    given = [parts(seed)[part] | {"part": part} for part in ("paper", "capped", "prices") for seed in (0, 1)]
+    given = [parts(seed)[part] | {"part": part} for part in ("capped", "prices") for seed in (0, 1)]
     assert {(one.mode, one.rule, one.cycles) for one in priced(given)} == {
-        ("dense", "", 0),
         ("detector", "", 0),
         ("detector", "random", 0),
         ("detector", "firing_rate", 0),
@@ -147,13 +146,12 @@ def test_prices_are_drawn_by_mode_rule_and_number_of_cycles(results: Path) -> No
     }
     with styled():
         figure = FIGURES["price"][1](given)
-    by_size, by_share = figure.axes[:3], figure.axes[3:]
-    assert [axes.get_title() for axes in by_size] == ["dense core", "sparse core", "detectors"]
+    by_size, by_share = figure.axes[:2], figure.axes[2:]
+    assert [axes.get_title() for axes in by_size] == ["sparse core", "detectors"]
     places = [_places(axes) for axes in by_size]
-    assert places[0] == [(40, 0.02)] * 2
-    assert sorted(places[1]) == [(30, 0.01), (30, 0.01), (30, 0.04), (30, 0.04)]
-    assert sorted(places[2]) == [(20, 0), (20, 0.01), (20, 0.02), (21, 0), (21, 0.01), (21, 0.02)]
-    assert _places(by_share[1]) == [(0.5, 0.01)] * 2, "a random core holds nothing"
+    assert sorted(places[0]) == [(30, 0.01), (30, 0.01), (30, 0.04), (30, 0.04)]
+    assert sorted(places[1]) == [(20, 0), (20, 0.01), (20, 0.02), (21, 0), (21, 0.01), (21, 0.02)]
+    assert _places(by_share[0]) == [(0.5, 0.01)] * 2, "a random core holds nothing"
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         "attribution",
@@ -162,6 +160,13 @@ def test_prices_are_drawn_by_mode_rule_and_number_of_cycles(results: Path) -> No
         "before any cycle",
         "after 4 cycles",
     ]
+
+
+def test_without_a_price_there_are_empty_axes() -> None:
+    with styled():
+        figure = FIGURES["price"][1]([{"part": "consensus", "rows": []}])
+    assert [axes.has_data() for axes in figure.axes] == [True] * 6, "only the line at 0"
+    assert not any(_places(axes) for axes in figure.axes)
 
 
 def _places(axes: Axes) -> list[tuple[float, ...]]:

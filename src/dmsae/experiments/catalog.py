@@ -81,7 +81,7 @@ EXPERIMENTS = {
         ("capped", "prices"),
     ),
     "first-core": Experiment(
-        "What does the first core cost, as the paper freezes it and as detectors, also in loss and in training?",
+        "What does the first core cost in variance, loss and training, frozen as in the paper and as detectors?",
         ("paper", "longer"),
     ),
     "consistency": Experiment(

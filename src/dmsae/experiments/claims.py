@@ -24,7 +24,8 @@ from dmsae.experiments.statistics import (
 from dmsae.experiments.verdicts import Claim
 
 PAPER, OURS = "the paper", "ours"
-_RANDOM, _NONE = "random-detector", "the same without a core"
+_NONE = "the same without a core"
+_RANDOM_SPARSE = "random directions in sparse mode", "random-norm_matched-sparse"
 _USE = (
     "the smallest of: share of its initial L0 that the core keeps minus what random rows keep; what those lose; what "
     "the core keeps beyond a half"
@@ -80,57 +81,52 @@ _AGAINST_RANDOM = tuple(
     for (measure, figure), does in _SCORES.items()
 )
 
-_OF_RULES = "price of the other core less price of the core, each against SAEs of its own L0"
-_AT = ((min, "before any cycle"), (max, "after the last cycle"))
-"""Numbers of cycles at which rules are compared: the smallest and the largest."""
+_COSTS = "price of the other core less price of the core, each against SAEs of its own L0"
 
 _PRICES = tuple(
     Claim(
-        f"{what} costs less than {control}.",
+        f"{what} costs less than {than}.",
         OURS,
         "prices",
-        _OF_RULES,
-        partial(saved_after, which=which, core=core, control=of_control),
+        _COSTS,
+        partial(saved_after, which=which, core=core, control=control),
     )
-    for which, what, core, control, of_control in (
+    for which, what, core, than, control in (
         (max, "The distilled dense core", "dense", "random directions of equal norms", "random-norm_matched-dense"),
+        (max, "The distilled dense core, kept in sparse mode,", "sparse", *_RANDOM_SPARSE),
         (
             max,
-            "The same core in sparse mode",
-            "sparse",
-            "random directions in sparse mode",
-            "random-norm_matched-sparse",
+            "A distilled core of detectors",
+            "detector",
+            "random detectors of equal rates and means",
+            "random-detector",
         ),
-        (max, "A distilled core of detectors", "detector", "random detectors of equal rates and means", _RANDOM),
-        (
-            min,
-            "The first core in sparse mode",
-            "sparse",
-            "random directions in sparse mode",
-            "random-norm_matched-sparse",
-        ),
+        (min, "The first core, kept in sparse mode,", "sparse", *_RANDOM_SPARSE),
     )
 )
 """What cores cost, against random ones."""
 
 _RULES = tuple(
     Claim(
-        f"Attribution chooses a cheaper core than {rule}: {kept}, {when}.",
+        f"{kept}, {core} {rule}.",
         OURS,
         "prices",
-        _OF_RULES,
+        _COSTS,
         partial(saved_after, which=which, core=mode, control=f"{of_rule}-{mode}"),
     )
-    for which, when in _AT
-    for mode, kept in (("dense", "kept dense"), ("sparse", "in sparse mode"), ("detector", "as detectors"))
+    for which, core in (
+        (min, "a first core chosen by attribution costs less than one chosen by"),
+        (max, "the distilled core costs less than as many candidates of the last cycle chosen by"),
+    )
+    for mode, kept in (("dense", "Kept dense"), ("sparse", "Kept in sparse mode"), ("detector", "As detectors"))
     if (which, mode) != (min, "detector")  # the part `capped` has these
-    for of_rule, rule in (("firing_rate", "firing rate"), ("random_subset", "chance from the same candidates"))
+    for of_rule, rule in (("firing_rate", "firing rate"), ("random_subset", "chance"))
 )
 """What attribution buys over simpler rules, in every mode, before and after the cycles."""
 
 _SHARED = tuple(
     Claim(
-        f"The unfrozen latents of two SAEs {are} when the SAEs share {core} than when they {control}.",
+        f"The unfrozen prefix-0 latents of two SAEs {are} when the SAEs share {core} than when they {control}.",
         OURS,
         "consistency",
         f"{statistic}, with the shared core less {against}",
@@ -144,8 +140,8 @@ _SHARED = tuple(
         ("distilled detectors", "the rest beside random detectors", "share random detectors", "beside random ones"),
     )
     for are, measure, statistic in (
-        ("agree more", found_again, "share of prefix-0 latents that both SAEs have"),
-        ("are more alike", more_alike, "mean encoder and decoder cosine of matched prefix-0 latents"),
+        ("agree more", found_again, "share of them that both SAEs have"),
+        ("are more alike", more_alike, "mean encoder and decoder cosine of matched ones"),
     )
 )
 """Whether what is not frozen agrees more beside a core that SAEs share."""

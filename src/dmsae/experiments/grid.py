@@ -66,7 +66,7 @@ class Grid:
     cycles: int = 4
     """Cycles of the distillations whose cores are followed from cycle to cycle."""
     priced_cycles: tuple[int, ...] = (0, 2, 4)
-    """Numbers of cycles, up to `cycles`, after which cores have a price, in the part `prices`."""
+    """Numbers of cycles, up to `cycles`, after which cores are priced, in the part `prices`."""
     coverages: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
     """τ, in the part `tau`."""
     k_factors: tuple[float, ...] = (0.5, 1.0, 4.0)
@@ -97,7 +97,7 @@ class Grid:
     token_factors: tuple[float, ...] = (1.0, 2.0)
     """Lengths of training in the part `consistency`: distillations after the first, cycle 0 alone after the others."""
     repeats: int = 3
-    """SAEs that are trained from one core with different seeds, in the part `consistency`."""
+    """SAEs that are trained from each core with different seeds, in the part `consistency`."""
     regimes: tuple[Regime, ...] = (
         Regime("wide prefix-0", prefix0_factor=4, coverage=0.5),
         Regime("smaller core, active positions", prefix0_factor=4, coverage=0.25, over="active"),

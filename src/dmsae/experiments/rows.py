@@ -44,7 +44,7 @@ class Row(NamedTuple):
     price_prefix0: float | None
     """The same for core + prefix-0."""
     loss: float | None
-    """Next-token loss of the model with the reconstruction in place, in nats; measured where cores have a price."""
+    """Next-token loss of the model with the reconstruction in place, in nats, where it was asked for."""
     price_loss: float | None
     """Nats lost against an unconstrained SAE at the same L0."""
     attribution_share: float | None

@@ -30,15 +30,15 @@ def negative(row: Json | None, figure: str) -> float | None:
 
 
 def price_saved(figures: Json, core: str, control: str) -> float | None:
+    """Return how much more a control costs than a core, each against SAEs of its own L0."""
     return _difference(figures, "price", control, core)
 
 
 def saved_after(figures: Json, which: Callable[[Iterable[int]], int], core: str, control: str) -> float | None:
-    """Return the same after the smallest or the largest number of cycles that cores have a price after."""
-    if not figures["rows"]:
+    """Return how much more a control costs than a core after the smallest or the largest number of cycles."""
+    if not (cycles := figures.get("priced_cycles")):
         return None
-    beginning = f"after-{which(row['cycles'] for row in figures['rows'])}-"
-    return price_saved(figures, beginning + core, beginning + control)
+    return price_saved(figures, f"after-{which(cycles)}-{core}", f"after-{which(cycles)}-{control}")
 
 
 def persists(figures: Json, mode: str) -> float | None:

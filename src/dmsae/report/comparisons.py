@@ -14,33 +14,32 @@ if TYPE_CHECKING:
 
 
 class Series(NamedTuple):
-    """SAEs that are drawn alike: those of some parts whose name, without its k, is this."""
+    """SAEs that are drawn alike: those whose name, without its k, is this."""
 
     label: str
-    parts: tuple[str, ...]
     sae: str
     colour: str
     marker: str
 
 
 METHODS = {
-    "dense": Series("DMSAE, dense core", (), "dense", COLOURS[0], "o"),
-    "sparse": Series("DMSAE, sparse core", (), "sparse", COLOURS[3], "o"),
-    "detector": Series("DMSAE, detectors", (), "detector", COLOURS[2], "o"),
-    "msae": Series("MSAE", (), "msae", COLOURS[1], "s"),
-    "batchtopk": Series("BatchTopK", (), "batchtopk", COLOURS[4], "^"),
-    "random-norm_matched-dense": Series("random dense core", (), "", GREY, "x"),
-    "random-detector": Series("random detectors", (), "", GREY, "v"),
+    "dense": Series("DMSAE, dense core", "dense", COLOURS[0], "o"),
+    "sparse": Series("DMSAE, sparse core", "sparse", COLOURS[3], "o"),
+    "detector": Series("DMSAE, detectors", "detector", COLOURS[2], "o"),
+    "msae": Series("MSAE", "msae", COLOURS[1], "s"),
+    "batchtopk": Series("BatchTopK", "batchtopk", COLOURS[4], "^"),
+    "random-norm_matched-dense": Series("random dense core", "", GREY, "x"),
+    "random-detector": Series("random detectors", "", GREY, "v"),
 }
 """SAEs of the benchmark, by their name without its k."""
 
 
 FRONTIER = (
-    Series("detectors of the first core", (), "detector", COLOURS[0], "o"),
-    Series("the first core as the paper freezes it", (), "dense", COLOURS[1], "s"),
-    Series("random directions", (), "random-norm_matched-dense", GREY, "s"),
-    Series("random directions, covariance-matched", (), "random-covariance_matched-dense", GREY, "D"),
-    Series("random detectors", (), "random-detector", GREY, "o"),
+    Series("detectors of the first core", "detector", COLOURS[0], "o"),
+    Series("the first core as the paper freezes it", "dense", COLOURS[1], "s"),
+    Series("random directions", "random-norm_matched-dense", GREY, "s"),
+    Series("random directions, covariance-matched", "random-covariance_matched-dense", GREY, "D"),
+    Series("random detectors", "random-detector", GREY, "o"),
 )
 """SAEs with a core that are drawn beside the curve of those that keep nothing."""
 

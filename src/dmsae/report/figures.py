@@ -132,7 +132,7 @@ def selection(figures: Sequence[Json]) -> "Figure":
 
 FIGURES: dict[str, tuple[tuple[str, ...], "Callable[[Sequence[Json]], Figure]"]] = {
     "frontier": (("paper", "longer"), comparisons.frontier),
-    "price": (("paper", "capped", "consensus", "prices"), price.price),
+    "price": (("capped", "consensus", "prices"), price.price),
     "core-evolution": (("cycles",), core_evolution),
     "benchmark": (("benchmark",), comparisons.benchmark),
     "coverage": (("tau",), coverage),
@@ -153,12 +153,13 @@ CAPTIONS = {
     "frontier": "SAEs with the first core against measured L0, a point for each seed, beside Matryoshka SAEs that keep "
     "nothing (means over seeds). What lies on the line costs nothing to keep. Dashed: SAEs that train twice as long, "
     "as detectors have if their own training counts.",
-    "price": "What it costs to keep latents; a point for each seed. Columns: how the core is frozen. Markers: what "
-    "chose it. Colours: after how many cycles. Grey: random controls, which hold no attribution.",
+    "price": "What it costs to keep latents; a point for each SAE of each seed. Columns: how the core is frozen. "
+    "Markers: what chose it. Colours: after how many cycles. Random controls (grey) and principal components hold "
+    "no attribution.",
     "benchmark": "Every score against the measured L0; a point for each seed, lines through their means. Small dots: "
     "nulls of MSAE.",
     "consistency": "Latents that two independent runs both have (encoder and decoder cosine above 0.7), how alike "
-    "matched latents are, and how alike they fire; a point for each pair of runs. Bars: what independent firing at "
+    "matched latents are, and how alike they fire; a point for each seed. Bars: what independent firing at "
     "the same rates gives. Among more latents each finds a closer partner.",
     "regime": "Where a first core beats every other core; a point for each seed. Fresh seeds took no part in the "
     "choice; the text is the same.",

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dmsae.config import Json
+from dmsae.report.comparisons import method
 from dmsae.report.style import COLOURS, GREY, legend_below, panels
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def priced(figures: Sequence[Json]) -> list[Priced]:
 
 def _chosen(part: str, row: Json) -> tuple[str, str]:
     """Return what chose the core of an SAE, and how it is frozen, from the SAE's name."""
-    name = str(row["sae"]).rpartition("-k")[0].removeprefix(f"after-{row.get('cycles')}-")
+    name = method(row).removeprefix(f"after-{row.get('cycles')}-")
     rule, _, mode = name.rpartition("-")
     rule = rule.split("-")[0]  # of a random core the kind does not matter here
     return rule or ("consensus" if part == "consensus" else ""), mode
@@ -62,7 +63,7 @@ def price(figures: Sequence[Json]) -> "Figure":
     """Return the price of cores against their size and the attribution that they hold: a column for each freeze mode,
     a marker for each rule, a colour for each number of cycles."""
     cores = priced(figures)
-    modes = [mode for mode in MODES if any(one.mode == mode for one in cores)]
+    modes = [mode for mode in MODES if any(one.mode == mode for one in cores)] or list(MODES)
     figure, axes = panels(2 * len(modes), columns=len(modes), width=3.1, height=2.7)
     cycles = sorted({one.cycles for one in cores})
     colours = {n: COLOURS[i] for i, n in enumerate(cycles)}
@@ -73,13 +74,13 @@ def price(figures: Sequence[Json]) -> "Figure":
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set_title(MODES[mode] if of_size else "")
         axis.set_xlabel("latents kept" if of_size else "share of the attribution held")
-        axis.set_ylabel("price: variance explained that is\nlost at the same measured L0")
+        axis.set_ylabel("price: variance explained\nlost at the same L0")
     _explain(axes[0], cores, colours)
     return legend_below(figure, axes, columns=4)
 
 
 def _draw(axis: "Axes", cores: Sequence[Priced], of_size: bool, colours: dict[int, str]) -> None:
-    """Draw cores where their price is; random ones hold no attribution."""
+    """Draw cores where their price is; random rows and principal components hold no attribution."""
     for one in cores:
         x = one.n_kept if of_size else one.attribution_held
         if x is not None:

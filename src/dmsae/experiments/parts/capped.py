@@ -70,10 +70,10 @@ def _eligible(scores: Attribution, config: DistillConfig) -> Attribution:
 
 def fitting(lab: Lab, chosen: TransferConfig, cores: dict[str, Core]) -> tuple[dict[str, Core], Json]:
     """Return the cores that fit the total budget, and why the others do not."""
-    found, left_out = {}, {}
+    alone, found, left_out = replace(chosen, random_cores=(), baselines=()), {}, {}
     for name, core in cores.items():
         try:
-            sae_specs(chosen, core, lab.store)
+            sae_specs(alone, core, lab.store)
             found[name] = core
         except ConfigError as error:
             left_out[name] = str(error)

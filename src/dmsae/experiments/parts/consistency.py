@@ -10,7 +10,7 @@ not frozen agree more beside a core that they share?
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from statistics import fmean
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dmsae.config import Json
-from dmsae.cores.controls import RandomKind, random_core
+from dmsae.cores.controls import RandomKind, random_core, random_detectors
 from dmsae.cores.core import Core
 from dmsae.distillation.config import DistillConfig
 from dmsae.distillation.distill import Distillation
@@ -35,6 +35,7 @@ from dmsae.experiments.parts.regime import FRESH
 from dmsae.sae.config import CoreMode
 from dmsae.sae.sae import SAE
 from dmsae.seeds import derive_seed
+from dmsae.training.config import TrainConfig
 
 _SAME = 0.7
 """Encoder and decoder cosine from which on a latent counts as found again."""
@@ -51,7 +52,8 @@ class Latents(NamedTuple):
 
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
     """Return how much two independent distillations agree on; after longer trainings only what cycle 0 finds."""
-    pairs = []
+    pairs: list[Json] = []
+    left_out: Json = {}
     for factor in grid.token_factors:
         base = replace(lab.base, train=replace(lab.base.train, tokens=round(lab.base.train.tokens * factor)))
         as_given = factor == grid.token_factors[0]
@@ -61,9 +63,10 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
         )
         alike = {name: compare(one[name], other[name]) for name in one if name in other}
         if as_given:
-            alike |= _rest(lab, grid, base, seed)
+            rest, left_out = _rest(lab, grid, replace(base, seed=seed))
+            alike |= rest
         pairs += [{"what": name, "tokens": base.train.tokens, **figures} for name, figures in alike.items()]
-    return {"rows": [], "pairs": pairs}
+    return {"rows": [], "pairs": pairs, "left_out": left_out}
 
 
 def _at_first(lab: Lab, grid: Grid, config: DistillConfig) -> dict[str, Latents]:
@@ -83,18 +86,18 @@ def _later(lab: Lab, grid: Grid, config: DistillConfig) -> dict[str, Latents]:
     """Return what a distillation and a consensus find, by name."""
     start, capped = lab.start(config), replace(config, max_rate=grid.max_rate)
     found = {}
-    for name, asked in (("dense", config), ("detector", replace(capped, core_mode=CoreMode.DETECTOR))):
-        if done := _distilled(lab, asked):
-            found[f"distilled, {name}"] = latents(lab, done.last_sae, done.distilled.slots_C)
+    for mode, asked in ((CoreMode.DENSE, config), (CoreMode.DETECTOR, capped)):
+        if done := _distilled(lab, asked, mode):
+            found[f"distilled, {mode}"] = latents(lab, done.last_sae, done.distilled.slots_C)
     with suppress(AttributionError):  # they may agree on nothing
         found["consensus"] = latents(lab, start.sae, agreed(lab, grid, capped).slots_C)
     return found
 
 
-def _distilled(lab: Lab, config: DistillConfig) -> Distillation | None:
+def _distilled(lab: Lab, config: DistillConfig, mode: CoreMode) -> Distillation | None:
     """Return a distillation, unless it failed or found nothing that lasts; the part on cycles tells why."""
     try:
-        done = lab.distill(config)
+        done = lab.distill(replace(config, core_mode=mode))
     except TrainingError:
         return None
     return done if len(done.distilled) else None
@@ -143,17 +146,16 @@ def _joined(some: Latents) -> Tensor:
     return torch.cat([normalize(rows.float()) for rows in (some.encoder_CD, some.decoder_CD)], dim=1)
 
 
-def _rest(lab: Lab, grid: Grid, base: DistillConfig, seed: int) -> dict[str, Json]:
-    """Return how much the unfrozen prefix-0 of SAEs agrees, when they share a core and when they do not; mean over all
-    pairs of them."""
-    config = replace(base, seed=seed)
-    shared = _shared(lab, grid, config)
+def _rest(lab: Lab, grid: Grid, config: DistillConfig) -> tuple[dict[str, Json], Json]:
+    """Return how much the unfrozen prefix-0 of SAEs agrees, when they share a core and when they do not, as the mean
+    over all pairs of them; and which cores did not fit the budget."""
+    shared, left_out = _shared(lab, grid, config)
     found: dict[str, list[Latents]] = {}
     for repeat in range(grid.repeats):
-        train = replace(config.train, seed=derive_seed(seed, "consistency", repeat))
-        for name, some in _prefix0(lab, [replace(one, chosen=replace(one.chosen, train=train)) for one in shared]):
+        train = replace(config.train, seed=derive_seed(config.seed, "consistency", repeat))
+        for name, some in _prefix0(lab, shared, train):
             found.setdefault(name, []).append(some)
-    return {name: _mean([compare(*pair) for pair in combinations(some, 2)]) for name, some in found.items()}
+    return {name: _mean([compare(*pair) for pair in combinations(some, 2)]) for name, some in found.items()}, left_out
 
 
 def _mean(compared: Sequence[Json]) -> Json:
@@ -162,9 +164,8 @@ def _mean(compared: Sequence[Json]) -> Json:
     return {"sizes": compared[0]["sizes"], **figures}
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """SAEs that share cores, and what is said of the latents beside each: by the beginning of the SAE's name."""
+class _Shared(NamedTuple):
+    """SAEs that share cores, and what is said of the latents beside each, by the beginning of the SAE's name."""
 
     chosen: TransferConfig
     core: Core
@@ -172,33 +173,39 @@ class _Shared:
     names: dict[str, str]
 
 
-def _shared(lab: Lab, grid: Grid, config: DistillConfig) -> list[_Shared]:
-    """Return the transfers of the cores that a run finds: as detectors, with random ones and none, and dense."""
+def _shared(lab: Lab, grid: Grid, config: DistillConfig) -> tuple[list[_Shared], Json]:
+    """Return the transfers of the cores that a run finds, as detectors beside random ones and none, and dense; and
+    which cores did not fit the budget."""
     capped = replace(config, max_rate=grid.max_rate)
-    chosen = replace(detectors(lab, config, "consistency"), baselines=("msae",))
-    cores = {"first": lab.first_core(capped)}
+    chosen = replace(detectors(lab, config, "consistency"), random_cores=(), baselines=("msae",))
+    cores = {"detectors of the first core": lab.first_core(capped)}
+    if done := _distilled(lab, capped, CoreMode.DETECTOR):
+        cores["distilled detectors"] = done.distilled
+        # One random core for all SAEs: they share it as they share the others.
+        cores["random detectors"] = random_detectors(done.distilled, lab.store, chosen.train.seed)
     with suppress(AttributionError):  # SAEs may agree on nothing
-        cores["consensus"] = agreed(lab, grid, capped)
-    names = {
-        "detector-": "the rest beside distilled detectors",
-        "first-": "the rest beside detectors of the first core",
-        "consensus-": "the rest beside a consensus",
-        "random-": "the rest beside random detectors",
-        "msae-": "the same without a core",
-    }
+        cores["a consensus"] = agreed(lab, grid, capped)
+    fits, left_out = fitting(lab, chosen, cores)
     shared = []
-    if done := _distilled(lab, replace(capped, core_mode=CoreMode.DETECTOR)):
-        shared.append(_Shared(chosen, done.distilled, fitting(lab, chosen, cores)[0], names))
-    if done := _distilled(lab, config):
-        dense = replace(chosen, core_modes=(CoreMode.DENSE,), budget=Budget.NONCORE, random_cores=(), baselines=())
-        shared.append(_Shared(dense, done.distilled, {}, {"dense-": "the rest beside a distilled dense core"}))
-    return shared
+    if fits:
+        first, *others = fits
+        names = {"detector-": _beside(first), "msae-": "the same without a core"}
+        names |= {f"{i}-": _beside(name) for i, name in enumerate(others)}
+        shared.append(_Shared(chosen, fits[first], {str(i): fits[name] for i, name in enumerate(others)}, names))
+    if done := _distilled(lab, config, CoreMode.DENSE):
+        dense = replace(chosen, core_modes=(CoreMode.DENSE,), budget=Budget.NONCORE, baselines=())
+        shared.append(_Shared(dense, done.distilled, {}, {"dense-": _beside("a distilled dense core")}))
+    return shared, left_out
 
 
-def _prefix0(lab: Lab, shared: Sequence[_Shared]) -> Iterator[tuple[str, Latents]]:
-    """Yield the non-core latents of prefix-0 of each SAE, and what is said of them."""
+def _beside(core: str) -> str:
+    return f"the rest beside {core}"
+
+
+def _prefix0(lab: Lab, shared: Sequence[_Shared], train: TrainConfig) -> Iterator[tuple[str, Latents]]:
+    """Yield the non-core latents of prefix-0 of each SAE, trained in one way, and what is said of them."""
     for one in shared:
-        for result in lab.transfer(one.chosen, one.core, one.beside):
+        for result in lab.transfer(replace(one.chosen, train=train), one.core, one.beside):
             sae = SAE.load(result.directory)
             name = next(name for beginning, name in one.names.items() if result.name.startswith(beginning))
             yield name, latents(lab, sae, torch.arange(sae.config.n_core, sae.config.prefixes[0]))
