@@ -1,7 +1,6 @@
 """The parts of experiments, whole but small: what each gives, what is kept, and that it is not run again."""
 
 import json
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from dmsae.distillation import distill as distilling
 from dmsae.distillation.config import DistillConfig
 from dmsae.distillation.outcome import CycleFailed
 from dmsae.distillation.transfer import above, below
-from dmsae.errors import CheckpointError, ConfigError
+from dmsae.errors import ConfigError
 from dmsae.experiments.catalog import EXPERIMENTS, PARTS, settings_of
 from dmsae.experiments.grid import GRIDS, Preset
 from dmsae.experiments.lab import Lab
@@ -25,15 +24,13 @@ from dmsae.experiments.parts.consistency import compare, latents
 from dmsae.experiments.parts.cycles import by_cycle
 from dmsae.experiments.parts.regime import FRESH, MIN_SHARE, chosen, confirm
 from dmsae.experiments.results import (
-    Spread,
-    aligned,
     kept_or_run,
     over_seeds,
     part_results,
     read_results,
     result_file,
 )
-from dmsae.experiments.tables import tables, text, with_like_nulls
+from dmsae.experiments.tables import tables, with_like_nulls
 from dmsae.sae.comms import Comms
 from dmsae.sae.sae import SAE
 from dmsae.training.config import TrainConfig
@@ -357,19 +354,6 @@ def test_a_distillation_that_fails_keeps_the_cycles_before(
     assert list(kept["failures"]) == [str(BASE.k)]
 
 
-def test_a_result_says_how_long_it_took(tmp_path: Path) -> None:
-    def work() -> Json:
-        until = time.process_time() + 0.2
-        while time.process_time() < until:
-            pass
-        return {"rows": []}
-
-    result = kept_or_run(tmp_path, "paper", 0, {}, work)
-    assert result["cpu_seconds"] >= 0.2
-    assert result["seconds"] >= 0.2
-    assert kept_or_run(tmp_path, "paper", 0, {}, work) == result
-
-
 def test_seeds_are_repetitions_with_a_spread(results: Path) -> None:
     spread = over_seeds(read_results(results), "paper", ["fve"])["dense-k6"]["fve"]
     assert spread is not None
@@ -380,63 +364,3 @@ def test_seeds_are_repetitions_with_a_spread(results: Path) -> None:
     assert len([table for table in made if table.title.endswith(": fidelity")]) == 2, "benchmark, worth"
     assert len(made) == len(ON_PLANTED) + 2 * len(GRID.measures), "a table for each part, and its scores"
     assert "±" in next(table for table in made if table.title.startswith("paper")).markdown()
-
-
-def test_saes_whose_k_follows_a_measured_l0_are_the_same_in_all_seeds() -> None:
-    def seed(k: int) -> Json:
-        names = ["msae-k4", "dense-k8", f"msae-k{k}", f"msae-k{k + 5}"]
-        rows = [{"sae": name, "fve": k} for name in names]
-        return {"part": "benchmark", "seed": k, "figures": {"rows": rows, "scores": [{"sae": f"msae-k{k}"}]}}
-
-    one, other = aligned([seed(20), seed(21)])
-    assert [row["sae"] for row in one["figures"]["rows"]] == ["msae-k4", "dense-k8", "msae-k20", "msae-k25"]
-    assert [row["sae"] for row in other["figures"]["rows"]] == ["msae-k4", "dense-k8", "msae-k20", "msae-k25"]
-    assert other["figures"]["scores"] == [{"sae": "msae-k20"}]
-    spread = over_seeds([one, other], "benchmark", ["fve"])["msae-k25"]["fve"]
-    assert spread is not None
-    assert (spread.mean, spread.n) == (20.5, 2)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [
-        (["a-k40", "a-k45"], ["a-k45", "a-k50"], ["a-k40", "a-k45"]),
-        (["a-k33", "a-k90"], ["a-k88"], ["a-k88"]),
-        (["a-k45", "a-k50"], ["a-k46", "a-k46"], ["a-k46", "a-k46"]),
-        (["a-k16", "a-k32"], ["a-k32"], ["a-k32"]),
-    ],
-    ids=["crossing", "fewer", "twice", "left out"],
-)
-def test_saes_are_renamed_only_where_each_has_its_partner(
-    one: list[str], other: list[str], expected: list[str]
-) -> None:
-    seeds = [
-        {"part": "benchmark", "seed": seed, "figures": {"rows": [{"sae": name} for name in names]}}
-        for seed, names in enumerate((one, other))
-    ]
-    assert [row["sae"] for row in aligned(seeds)[1]["figures"]["rows"]] == expected
-
-
-def test_a_name_that_two_saes_of_a_part_have_is_not_one_sae() -> None:
-    rows = [{"sae": "a", "fve": 0.25}, {"sae": "b", "fve": 0.5}, {"sae": "a", "fve": 0.75}]
-    results = [{"part": "cycles", "seed": seed, "figures": {"rows": rows}} for seed in range(2)]
-    found = over_seeds(results, "cycles", ["fve"])
-    assert {name: spread["fve"] for name, spread in found.items()} == {
-        "a": Spread(0.25, 0.0, 2),
-        "b": Spread(0.5, 0.0, 2),
-        "a (2)": Spread(0.75, 0.0, 2),
-    }
-
-
-def test_a_figure_as_text() -> None:
-    assert text(Spread.of([0.5, None, 0.7]), 2) == "0.60 ± 0.14"
-    assert text(Spread.of([0.5]), 2) == "0.50"
-    assert text(Spread.of([None, float("nan")]), 2) == "–"
-
-
-def test_damaged_results_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no results"):
-        read_results(tmp_path)
-    result_file(tmp_path, "paper", 0).write_text("[]")
-    with pytest.raises(CheckpointError, match=r"paper-seed-0.json is not the result of an experiment"):
-        read_results(tmp_path)
