@@ -105,25 +105,31 @@ def test_each_part_has_its_saes_and_controls(results: Path) -> None:
         assert row["n_core"] == 0 or 0 <= row["kept_active"] <= row["n_core"]
 
 
-def test_cores_have_prices_in_every_mode_by_every_rule_before_and_after_the_cycles(results: Path) -> None:
-    found = figures(results, "prices")
-    assert not found["failures"]
-    for cycles, modes in ((0, ("dense", "sparse")), (1, ("dense", "detector")), (2, ("dense", "sparse", "detector"))):
-        rows = [row for row in found["rows"] if row["cycles"] == cycles]
-        names = {row["sae"].removeprefix(f"after-{cycles}-") for row in rows}
-        kept = {name.rpartition("-k")[0] for name in names if not name.startswith("unconstrained")}
-        random = {mode: "random-detector" if mode == "detector" else f"random-norm_matched-{mode}" for mode in modes}
-        rules = {f"firing_rate-{mode}" for mode in modes if cycles != 1}
-        left_out = {name.removeprefix(f"after-{cycles}-") for name in found["left_out"]}
-        assert {*modes, *random.values()} | (rules - left_out) == kept
-        assert {name.rpartition("-k")[0] for name in names} - kept == {
-            f"unconstrained-{mode}-{i}" for mode in modes for i in (1, 2)
-        }
-        assert len(names) == len(rows), "every SAE has a name of its own"
-        priced = [row for row in rows if row["sae"].startswith(f"after-{cycles}-dense")]
-        assert all(row["price"] is not None for row in priced), "SAEs that keep nothing lie on both sides of its L0"
-        held = {row["sae"]: row["attribution_share"] for row in rows if row["n_core"] and "random" not in row["sae"]}
-        assert all(share is not None and 0 < share <= 1 for share in held.values())
+@pytest.mark.parametrize(
+    ("part", "beginning", "modes", "rules"),
+    [
+        ("uncapped", "", ("dense", "sparse"), True),
+        ("prices", "after-1-", ("dense", "detector"), False),
+        ("prices", "after-2-", ("dense", "sparse", "detector"), True),
+    ],
+)
+def test_cores_have_prices_in_every_mode_by_other_rules_before_and_after_the_cycles(
+    results: Path, part: str, beginning: str, modes: tuple[str, ...], rules: bool
+) -> None:
+    found = figures(results, part)
+    assert not found.get("failures")
+    rows = [row for row in found["rows"] if row["sae"].startswith(beginning)]
+    names = {row["sae"].removeprefix(beginning).rpartition("-k")[0] for row in rows}
+    assert len(names) == len(rows), "every SAE has a name of its own"
+    random = {"random-detector" if mode == "detector" else f"random-norm_matched-{mode}" for mode in modes}
+    by_rule = {f"firing_rate-{mode}" for mode in modes if rules}
+    left_out = {name.removeprefix(beginning) for name in found["left_out"]}
+    free = {f"unconstrained-{mode}-{i}" for mode in modes for i in (1, 2)}
+    assert names == {*modes, *random, *(by_rule - left_out), *free}
+    priced = [row for row in rows if row["sae"].startswith(f"{beginning}dense")]
+    assert all(row["price"] is not None for row in priced), "SAEs that keep nothing lie on both sides of its L0"
+    held = [row["attribution_share"] for row in rows if row["n_core"] and "random" not in row["sae"]]
+    assert all(share is not None and 0 < share <= 1 for share in held)
 
 
 def test_random_detectors_fire_as_often(results: Path) -> None:

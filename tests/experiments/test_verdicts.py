@@ -183,11 +183,25 @@ PLANTED: dict[str, Json] = {
             )
         ],
     },
-    "prices": {
-        "priced_cycles": [0, 2, 4],
+    "uncapped": {
         "rows": [
-            row(f"after-{cycles}-{name}-k4", price=price + 0.001 * cycles * i, cycles=cycles)
-            for cycles in (0, 2, 4)
+            row(f"{name}-k4", price=price)
+            for name, price in (
+                ("dense", 0.1),
+                ("firing_rate-dense", 0.15),
+                ("random_subset-dense", 0.14),
+                ("sparse", 0.01),
+                ("random-norm_matched-sparse", 0.04),
+                ("firing_rate-sparse", 0.02),
+                ("random_subset-sparse", 0.03),
+            )
+        ]
+    },
+    "prices": {
+        "priced_cycles": [2, 4],
+        "rows": [
+            row(f"after-{cycles}-{name}-k4", price=price + 0.001 * cycles * i)
+            for cycles in (2, 4)
             for i, (name, price) in enumerate(
                 (
                     ("dense", 0.1),
@@ -198,16 +212,10 @@ PLANTED: dict[str, Json] = {
                     ("random-norm_matched-sparse", 0.04),
                     ("firing_rate-sparse", 0.02),
                     ("random_subset-sparse", 0.03),
-                    *(
-                        (
-                            ("detector", 0.02),
-                            ("random-detector", 0.12),
-                            ("firing_rate-detector", 0.05),
-                            ("random_subset-detector", 0.04),
-                        )
-                        if cycles
-                        else ()
-                    ),
+                    ("detector", 0.02),
+                    ("random-detector", 0.12),
+                    ("firing_rate-detector", 0.05),
+                    ("random_subset-detector", 0.04),
                 )
             )
         ],

@@ -25,6 +25,7 @@ from dmsae.experiments.parts import (
     selection,
     sparsity,
     tau,
+    uncapped,
     worth,
 )
 
@@ -54,6 +55,7 @@ PARTS = {
     "paper": Part(paper.run, ("random_cores",)),
     "longer": Part(longer.run, (), needs=("paper",)),
     "capped": Part(capped.run, ("max_rate", "rules")),
+    "uncapped": Part(uncapped.run, ("rules",)),
     "consensus": Part(consensus.run, ("max_rate", "members", "consensus")),
     "selection": Part(selection.run, ("ablated", "ablation_contexts")),
     "worth": Part(worth.run, ("random_cores", "measures")),
@@ -68,7 +70,9 @@ EXPERIMENTS = {
     "tau": Experiment("How much attribution must a core hold?", ("tau",)),
     "sparsity": Experiment("At which k is most carried over from cycle to cycle?", ("sparsity",)),
     "random-core": Experiment("Does a random core decay while a distilled one stays in use?", ("random-core",)),
-    "selection": Experiment("What does gradient × activation buy over simpler rules?", ("capped", "selection")),
+    "selection": Experiment(
+        "What does gradient × activation buy over simpler rules?", ("capped", "uncapped", "selection")
+    ),
     "benchmark": Experiment(
         "What is an SAE from a distilled core worth, against its measured L0, beside those people use?", ("benchmark",)
     ),

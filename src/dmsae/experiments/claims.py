@@ -3,6 +3,7 @@
 from functools import partial
 
 from dmsae.experiments.statistics import (
+    LAST,
     close,
     effect,
     found_again,
@@ -16,7 +17,6 @@ from dmsae.experiments.statistics import (
     price_saved,
     rises,
     row_of,
-    saved_after,
     sparse_follows,
     stays_at_largest,
     stays_in_use,
@@ -25,7 +25,7 @@ from dmsae.experiments.verdicts import Claim
 
 PAPER, OURS = "the paper", "ours"
 _NONE = "the same without a core"
-_RANDOM_SPARSE = "random directions in sparse mode", "random-norm_matched-sparse"
+_DIRECTIONS = "random directions of equal norms"
 _USE = (
     "the smallest of: share of its initial L0 that the core keeps minus what random rows keep; what those lose; what "
     "the core keeps beyond a half"
@@ -84,24 +84,30 @@ _AGAINST_RANDOM = tuple(
 _COSTS = "price of the other core less price of the core, each against SAEs of its own L0"
 
 _PRICES = tuple(
-    Claim(
-        f"{what} costs less than {than}.",
-        OURS,
-        "prices",
-        _COSTS,
-        partial(saved_after, which=which, core=core, control=control),
-    )
-    for which, what, core, than, control in (
-        (max, "The distilled dense core", "dense", "random directions of equal norms", "random-norm_matched-dense"),
-        (max, "The distilled dense core, kept in sparse mode,", "sparse", *_RANDOM_SPARSE),
+    Claim(f"{what} costs less than {than}.", OURS, part, _COSTS, partial(price_saved, core=core, control=control))
+    for part, what, core, than, control in (
+        ("prices", "The distilled dense core", f"{LAST}dense", _DIRECTIONS, f"{LAST}random-norm_matched-dense"),
         (
-            max,
-            "A distilled core of detectors",
-            "detector",
-            "random detectors of equal rates and means",
-            "random-detector",
+            "prices",
+            "The distilled dense core, kept in sparse mode,",
+            f"{LAST}sparse",
+            f"{_DIRECTIONS} in that mode",
+            f"{LAST}random-norm_matched-sparse",
         ),
-        (min, "The first core, kept in sparse mode,", "sparse", *_RANDOM_SPARSE),
+        (
+            "prices",
+            "A distilled core of detectors",
+            f"{LAST}detector",
+            "random detectors of equal rates and means",
+            f"{LAST}random-detector",
+        ),
+        (
+            "uncapped",
+            "The first core, kept in sparse mode,",
+            "sparse",
+            f"{_DIRECTIONS} in that mode",
+            "random-norm_matched-sparse",
+        ),
     )
 )
 """What cores cost, against random ones."""
@@ -110,16 +116,16 @@ _RULES = tuple(
     Claim(
         f"{kept}, {core} {rule}.",
         OURS,
-        "prices",
+        part,
         _COSTS,
-        partial(saved_after, which=which, core=mode, control=f"{of_rule}-{mode}"),
+        partial(price_saved, core=f"{beginning}{mode}", control=f"{beginning}{of_rule}-{mode}"),
     )
-    for which, core in (
-        (min, "a first core chosen by attribution costs less than one chosen by"),
-        (max, "the distilled core costs less than as many candidates of the last cycle chosen by"),
+    for part, beginning, core in (
+        ("uncapped", "", "a first core chosen by attribution costs less than one chosen by"),
+        ("prices", LAST, "the distilled core costs less than as many candidates of the last cycle chosen by"),
     )
     for mode, kept in (("dense", "Kept dense"), ("sparse", "Kept in sparse mode"), ("detector", "As detectors"))
-    if (which, mode) != (min, "detector")  # the part `capped` has these
+    if (part, mode) != ("uncapped", "detector")  # the part `capped` has these
     for of_rule, rule in (("firing_rate", "firing rate"), ("random_subset", "chance"))
 )
 """What attribution buys over simpler rules, in every mode, before and after the cycles."""

@@ -65,8 +65,8 @@ class Grid:
     consensus: ConsensusConfig = field(default_factory=ConsensusConfig)
     cycles: int = 4
     """Cycles of the distillations whose cores are followed from cycle to cycle."""
-    priced_cycles: tuple[int, ...] = (0, 2, 4)
-    """Numbers of cycles, up to `cycles`, after which cores are priced, in the part `prices`."""
+    priced_cycles: tuple[int, ...] = (2, 4)
+    """Numbers of cycles, from 1 up to `cycles`, after which cores are priced, in the part `prices`."""
     coverages: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
     """τ, in the part `tau`."""
     k_factors: tuple[float, ...] = (0.5, 1.0, 4.0)
@@ -121,7 +121,7 @@ GRIDS = {
         consensus=ConsensusConfig(min_similarity=0.05),
         max_rate=0.5,
         cycles=2,
-        priced_cycles=(0, 1, 2),
+        priced_cycles=(1, 2),
         coverages=(0.5, 0.9),
         k_factors=(1.0, 2.0),
         sparsity_cycles=2,
@@ -141,7 +141,7 @@ GRIDS = {
     Preset.PAPER: Grid(
         coverages=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
         cycles=7,
-        priced_cycles=(0, 4, 7),
+        priced_cycles=(4, 7),
         k_factors=(0.0625, 0.125, 0.25, 0.5, 1.0, 2.0),
         benchmark_k_factors=(0.0625, 0.125, 0.25, 0.5, 1.0, 2.0),
         random_k_factors=(1.0,),

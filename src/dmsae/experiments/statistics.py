@@ -1,6 +1,5 @@
 """What claims are judged by: each a number that one seed's figures give, or None when they do not give it."""
 
-from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import NamedTuple
 
@@ -10,9 +9,14 @@ from dmsae.config import Json
 from dmsae.cores.ranking import spearman
 from dmsae.evaluation.price import NEAR, interpolated
 
+LAST = "after-last-"
+"""How the name of an SAE begins that carries a core from after the largest number of cycles, whatever that is."""
+
 
 def row_of(figures: Json, *beginnings: str) -> Json | None:
     """Return the first row whose SAE's name begins in one of some ways."""
+    if cycles := figures.get("priced_cycles"):
+        beginnings = tuple(begin.replace(LAST, f"after-{max(cycles)}-") for begin in beginnings)
     rows = (row for row in figures["rows"] for begin in beginnings if row["sae"].startswith(begin))
     return next(rows, None)
 
@@ -32,13 +36,6 @@ def negative(row: Json | None, figure: str) -> float | None:
 def price_saved(figures: Json, core: str, control: str) -> float | None:
     """Return how much more a control costs than a core, each against SAEs of its own L0."""
     return _difference(figures, "price", control, core)
-
-
-def saved_after(figures: Json, which: Callable[[Iterable[int]], int], core: str, control: str) -> float | None:
-    """Return how much more a control costs than a core after the smallest or the largest number of cycles."""
-    if not (cycles := figures.get("priced_cycles")):
-        return None
-    return price_saved(figures, f"after-{which(cycles)}-{core}", f"after-{which(cycles)}-{control}")
 
 
 def persists(figures: Json, mode: str) -> float | None:

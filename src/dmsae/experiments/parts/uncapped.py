@@ -1,0 +1,79 @@
+"""The first core as the paper selects it, kept dense and in sparse mode, beside every other way to choose as many.
+
+In sparse mode its rows compete with all other latents for k. Other rules choose among the same candidates. Detectors of
+latents that do not fire often are the part `capped`, and what cores cost after some cycles `prices`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dmsae.config import Json
+from dmsae.cores.controls import Rule
+from dmsae.cores.core import Core
+from dmsae.distillation.config import DistillConfig
+from dmsae.distillation.prices import Held
+from dmsae.distillation.transfer import Budget, above, below
+from dmsae.evaluation.fidelity import kept_fidelity
+from dmsae.evaluation.price import attribution_share
+from dmsae.experiments.grid import Grid
+from dmsae.experiments.lab import Lab
+from dmsae.experiments.parts.capped import Selected, by_rules, detectors, first_selected, fitting
+from dmsae.sae.config import CoreMode, core_first
+from dmsae.training.learner import SAESpec
+from dmsae.training.result import TrainResult
+
+CHOOSING = (Rule.FIRING_RATE, Rule.MEAN_ACTIVATION, Rule.RANDOM_SUBSET)
+"""Rules that choose among an SAE's latents, unlike principal components, which no cycle changes."""
+_PURPOSE = "capped"
+"""Determines the seed of training: that of the part of this name, so that detectors can be compared."""
+
+
+def run(lab: Lab, grid: Grid, seed: int) -> Json:
+    """Return the rows of one seed, and which cores did not fit the budget."""
+    config = replace(lab.base, seed=seed, core_mode=CoreMode.DENSE, max_rate=None)
+    first = first_selected(lab, config)
+    others = by_rules(lab, config, [rule for rule in grid.rules if rule in CHOOSING], first)
+    figures: Json = {"rows": [], "left_out": {}}
+    for mode in (CoreMode.DENSE, CoreMode.SPARSE):
+        rows, left_out = priced(lab, config, mode, first, others)
+        figures["rows"] += rows
+        figures["left_out"] |= left_out
+    return figures
+
+
+def priced(
+    lab: Lab, config: DistillConfig, mode: CoreMode, chosen: Selected, others: dict[str, Core]
+) -> tuple[list[Json], Json]:
+    """Return the rows of a core in one mode beside other rules' cores, a random one and SAEs that keep nothing, and
+    which rules' cores left no room in the budget."""
+    transfer = replace(detectors(lab, config, _PURPOSE), core_modes=(mode,))
+    if mode is CoreMode.DENSE:  # its own activity is known only after training
+        transfer = replace(transfer, budget=Budget.NONCORE, baselines=())
+    beside, without = fitting(lab, transfer, {str(Rule.ATTRIBUTION): chosen.core, **others})
+    left_out = {f"{rule}-{mode}": why for rule, why in without.items()}
+    if beside.pop(str(Rule.ATTRIBUTION), None) is None:
+        return [], left_out
+    results = lab.transfer(transfer, chosen.core, beside)
+    if mode is CoreMode.DENSE:
+        results += _around(lab, config, len(chosen.core), results)
+    known = [Held(core, attribution_share(core, chosen.scores)) for core in (chosen.core, *beside.values())]
+    return [_named(row, config.k, mode) for row in lab.rows(results, config, known, losses=False)], left_out
+
+
+def _named(row: Json, k: int, mode: CoreMode) -> Json:
+    """Return a row whose name says, if it has no core, what it is compared with: the k of SAEs that keep nothing
+    follows measured L0s, which differ between seeds."""
+    return row if row["n_core"] else row | {"sae": f"unconstrained-{mode}-{row['sae'].split('-')[1]}-k{k}"}
+
+
+def _around(lab: Lab, config: DistillConfig, n_core: int, results: Sequence[TrainResult]) -> list[TrainResult]:
+    """Train SAEs that keep nothing just outside the range of L0 that those with a core have."""
+    found = [kept_fidelity(one.directory, lab.store) for one in results]
+    l0s = [figures.l0_core + figures.l0_noncore for figures in found if figures is not None]
+    if not l0s:
+        return []
+    free = config.sae(lab.store.d_model, 0)
+    free = replace(free, prefixes=core_first(free.prefixes, n_core))
+    ks = (below(min(l0s)), above(max(l0s)))
+    specs = [SAESpec(f"unconstrained-{i}-k{k}", replace(free, k=k)) for i, k in enumerate(ks, start=1)]
+    return lab.train(specs, lab.transfer_config(config, _PURPOSE).train)
