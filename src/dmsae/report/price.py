@@ -64,7 +64,8 @@ def price(figures: Sequence[Json]) -> "Figure":
     a marker for each rule, a colour for each number of cycles."""
     cores = priced(figures)
     modes = [mode for mode in MODES if any(one.mode == mode for one in cores)] or list(MODES)
-    figure, axes = panels(2 * len(modes), columns=len(modes), width=3.1, height=2.7)
+    columns = max(2, len(modes))
+    figure, axes = panels(2 * len(modes), columns, width=3.1, height=2.7)
     cycles = sorted({one.cycles for one in cores})
     colours = {n: COLOURS[i] for i, n in enumerate(cycles)}
     for i, axis in enumerate(axes):
@@ -74,9 +75,10 @@ def price(figures: Sequence[Json]) -> "Figure":
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set_title(MODES[mode] if of_size else "")
         axis.set_xlabel("latents kept" if of_size else "share of the attribution held")
+        axis.locator_params(axis="x", integer=of_size)
         axis.set_ylabel("price: variance explained\nlost at the same L0")
     _explain(axes[0], cores, colours)
-    return legend_below(figure, axes, columns=4)
+    return legend_below(figure, axes, columns + 1)
 
 
 def _draw(axis: "Axes", cores: Sequence[Priced], of_size: bool, colours: dict[int, str]) -> None:
