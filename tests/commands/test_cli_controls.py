@@ -56,16 +56,16 @@ def test_rules_need_the_distillation_that_they_choose_from(
 def test_an_experiment_goes_on_where_it_stopped_and_shows_its_figures(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["experiment", "price", "--preset", "smoke", "--recipe", recipe, "--out", "price", "--parts", "paper"]
+    asked = ["experiment", "first-core", "--preset", "smoke", "--recipe", recipe, "--out", "first", "--parts", "paper"]
     main([*asked, "--seeds", "0"])
-    first = Path("price/results/paper-seed-0.json").read_bytes()
+    first = Path("first/results/paper-seed-0.json").read_bytes()
     main([*asked, "--seeds", "0", "1"])
-    assert Path("price/results/paper-seed-0.json").read_bytes() == first
+    assert Path("first/results/paper-seed-0.json").read_bytes() == first
     assert "paper (seeds 0, 1;" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["experiment", "tau", *asked[2:], "--seeds", "0"])
     assert "be among those of the experiment: tau" in capsys.readouterr().err
-    main(["experiment", "show", "price/results", "--markdown"])
+    main(["experiment", "show", "first/results", "--markdown"])
     printed = capsys.readouterr().out
     assert "| dense-k4 |" in printed
     assert "±" in printed
