@@ -23,6 +23,7 @@ from dmsae.experiments.parts import sparsity
 from dmsae.experiments.parts.consistency import compare, latents
 from dmsae.experiments.parts.cycles import by_cycle
 from dmsae.experiments.parts.regime import FRESH, MIN_SHARE, chosen, confirm
+from dmsae.experiments.parts.uncapped import ks_around
 from dmsae.experiments.results import (
     kept_or_run,
     over_seeds,
@@ -106,15 +107,15 @@ def test_each_part_has_its_saes_and_controls(results: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "beginning", "modes", "rules"),
+    ("part", "beginning", "modes"),
     [
-        ("uncapped", "", ("dense", "sparse"), True),
-        ("prices", "after-1-", ("dense", "detector"), False),
-        ("prices", "after-2-", ("dense", "sparse", "detector"), True),
+        ("uncapped", "", ("dense", "sparse")),
+        ("prices", "after-1-", ("dense", "sparse", "detector")),
+        ("prices", "after-2-", ("dense", "sparse", "detector")),
     ],
 )
 def test_cores_have_prices_in_every_mode_by_other_rules_before_and_after_the_cycles(
-    results: Path, part: str, beginning: str, modes: tuple[str, ...], rules: bool
+    results: Path, part: str, beginning: str, modes: tuple[str, ...]
 ) -> None:
     found = figures(results, part)
     assert not found.get("failures")
@@ -122,7 +123,7 @@ def test_cores_have_prices_in_every_mode_by_other_rules_before_and_after_the_cyc
     names = {row["sae"].removeprefix(beginning).rpartition("-k")[0] for row in rows}
     assert len(names) == len(rows), "every SAE has a name of its own"
     random = {"random-detector" if mode == "detector" else f"random-norm_matched-{mode}" for mode in modes}
-    by_rule = {f"firing_rate-{mode}" for mode in modes if rules}
+    by_rule = {f"firing_rate-{mode}" for mode in modes}
     left_out = {name.removeprefix(beginning) for name in found["left_out"]}
     free = {f"unconstrained-{mode}-{i}" for mode in modes for i in (1, 2)}
     assert names == {*modes, *random, *(by_rule - left_out), *free}
@@ -130,6 +131,23 @@ def test_cores_have_prices_in_every_mode_by_other_rules_before_and_after_the_cyc
     assert all(row["price"] is not None for row in priced), "SAEs that keep nothing lie on both sides of its L0"
     held = [row["attribution_share"] for row in rows if row["n_core"] and "random" not in row["sae"]]
     assert all(share is not None and 0 < share <= 1 for share in held)
+
+
+def test_principal_components_do_not_move_what_other_cores_are_compared_with() -> None:
+    l0s = {"dense-k6": 80.0, "random-norm_matched-dense-k6": 90.0}
+    around = ks_around(l0s)
+    assert around == [below(80.0), above(90.0)]
+    assert ks_around(l0s | {"principal_components-dense-k6": 85.0}) == around
+    assert ks_around(l0s | {"principal_components-dense-k6": 40.0}) == [*around, below(40.0)]
+    assert ks_around(l0s | {"principal_components-dense-k6": 120.0}) == [*around, above(120.0)]
+
+
+def test_figures_of_an_earlier_version_of_a_part_are_refused(lab: Lab, tmp_path: Path) -> None:
+    now = settings_of("prices", lab, GRID)
+    before = {name: value for name, value in now.items() if name != "version"}
+    kept_or_run(tmp_path, "prices", 0, before, lambda: {"rows": []})
+    with pytest.raises(ConfigError, match="version"):
+        kept_or_run(tmp_path, "prices", 0, now, lambda: {"rows": []})
 
 
 def test_random_detectors_fire_as_often(results: Path) -> None:

@@ -44,18 +44,20 @@ class Part(NamedTuple):
     varies: tuple[str, ...]
     needs: tuple[str, ...] = ()
     """Parts whose figures of all seeds it reads."""
+    version: int = 1
+    """Raise it when the same settings give other figures than before: those that are kept are then refused."""
 
 
 PARTS = {
     "cycles": Part(cycles.run, ("max_rate", "cycles")),
-    "prices": Part(prices.run, ("max_rate", "cycles", "priced_cycles", "rules")),
+    "prices": Part(prices.run, ("max_rate", "cycles", "priced_cycles", "rules"), version=2),
     "tau": Part(tau.run, ("coverages",)),
     "sparsity": Part(sparsity.run, ("k_factors", "sparsity_cycles")),
     "random-core": Part(random_core.run, ("random_k_factors", "norms", "random_token_factors")),
     "paper": Part(paper.run, ("random_cores",)),
     "longer": Part(longer.run, (), needs=("paper",)),
     "capped": Part(capped.run, ("max_rate", "rules")),
-    "uncapped": Part(uncapped.run, ("rules",)),
+    "uncapped": Part(uncapped.run, ("rules",), version=2),
     "consensus": Part(consensus.run, ("max_rate", "members", "consensus")),
     "selection": Part(selection.run, ("ablated", "ablation_contexts")),
     "worth": Part(worth.run, ("random_cores", "measures")),
@@ -110,4 +112,5 @@ def settings_of(part: str, lab: Lab, grid: Grid) -> Json:
         "distill": lab.base.result_settings(),
         "grid": {name: value for name, value in to_dict(grid).items() if name in PARTS[part].varies},
         **({"versions": versions} if "measures" in PARTS[part].varies else {}),
+        **({"version": version} if (version := PARTS[part].version) > 1 else {}),
     }

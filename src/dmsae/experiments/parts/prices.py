@@ -1,9 +1,9 @@
-"""What distilled cores cost after some cycles and after all of them: in every freeze mode, and by other rules.
+"""What distilled cores cost after some cycles and after all of them: in every freeze mode, and by every rule.
 
-Rows that were distilled dense are kept dense, and after the last cycle in sparse mode too; detectors are distilled and
-kept as such. There other rules choose as many latents as the core has from the candidates of the last cycle, of which
-the core holds only such that were frozen. Each core has a random control and SAEs that keep nothing beside it. What
-cores cost before any cycle is in the parts `capped` and `uncapped`.
+Rows that were distilled dense are kept dense and in sparse mode; detectors are distilled and kept as such. Other rules
+choose as many latents as the core has from the candidates of the last cycle, of which the core holds only such that
+were frozen. Each core has a random control and SAEs that keep nothing beside it. What cores cost before any cycle is in
+the parts `capped` and `uncapped`.
 """
 
 from dmsae.config import Json
@@ -14,12 +14,12 @@ from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Followed, Lab
 from dmsae.experiments.parts.capped import Selected, by_rules
 from dmsae.experiments.parts.cycles import selected
-from dmsae.experiments.parts.uncapped import CHOOSING, priced
+from dmsae.experiments.parts.uncapped import priced
 from dmsae.sae.config import CoreMode
 from dmsae.sae.sae import SAE
 
 _MODES = {CoreMode.DENSE: (CoreMode.DENSE, CoreMode.SPARSE), CoreMode.DETECTOR: (CoreMode.DETECTOR,)}
-"""How the cores of each kind of distillation are kept after the last cycle; earlier only as the first of these."""
+"""How the cores of each kind of distillation are kept."""
 
 
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
@@ -32,9 +32,8 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
         for cycles in grid.priced_cycles:
             if (after := _after(found, cycles)) is None:
                 continue
-            is_last, beginning = cycles == max(grid.priced_cycles), f"after-{cycles}-"
-            others = by_rules(lab, config, [rule for rule in grid.rules if is_last and rule in CHOOSING], after)
-            for mode in _MODES[config.core_mode] if is_last else _MODES[config.core_mode][:1]:
+            beginning, others = f"after-{cycles}-", by_rules(lab, config, grid.rules, after)
+            for mode in _MODES[config.core_mode]:
                 rows, left_out = priced(lab, config, mode, after, others)
                 figures["rows"] += [row | {"sae": beginning + row["sae"], "cycles": cycles} for row in rows]
                 figures["left_out"] |= {beginning + name: why for name, why in left_out.items()}

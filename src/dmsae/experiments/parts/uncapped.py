@@ -4,7 +4,7 @@ In sparse mode its rows compete with all other latents for k. Other rules choose
 latents that do not fire often are the part `capped`, and what cores cost after some cycles `prices`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dmsae.config import Json
@@ -22,8 +22,6 @@ from dmsae.sae.config import CoreMode, core_first
 from dmsae.training.learner import SAESpec
 from dmsae.training.result import TrainResult
 
-CHOOSING = (Rule.FIRING_RATE, Rule.MEAN_ACTIVATION, Rule.RANDOM_SUBSET)
-"""Rules that choose among an SAE's latents, unlike principal components, which no cycle changes."""
 _PURPOSE = "capped"
 """Determines the seed of training: that of the part of this name, so that detectors can be compared."""
 
@@ -32,7 +30,7 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     """Return the rows of one seed, and which cores did not fit the budget."""
     config = replace(lab.base, seed=seed, core_mode=CoreMode.DENSE, max_rate=None)
     first = first_selected(lab, config)
-    others = by_rules(lab, config, [rule for rule in grid.rules if rule in CHOOSING], first)
+    others = by_rules(lab, config, grid.rules, first)
     figures: Json = {"rows": [], "left_out": {}}
     for mode in (CoreMode.DENSE, CoreMode.SPARSE):
         rows, left_out = priced(lab, config, mode, first, others)
@@ -67,13 +65,27 @@ def _named(row: Json, k: int, mode: CoreMode) -> Json:
 
 
 def _around(lab: Lab, config: DistillConfig, n_core: int, results: Sequence[TrainResult]) -> list[TrainResult]:
-    """Train SAEs that keep nothing just outside the range of L0 that those with a core have."""
-    found = [kept_fidelity(one.directory, lab.store) for one in results]
-    l0s = [figures.l0_core + figures.l0_noncore for figures in found if figures is not None]
+    """Train SAEs that keep nothing around the L0s of those with a core."""
+    found = {one.name: kept_fidelity(one.directory, lab.store) for one in results}
+    l0s = {name: figures.l0_core + figures.l0_noncore for name, figures in found.items() if figures is not None}
     if not l0s:
         return []
     free = config.sae(lab.store.d_model, 0)
     free = replace(free, prefixes=core_first(free.prefixes, n_core))
-    ks = (below(min(l0s)), above(max(l0s)))
-    specs = [SAESpec(f"unconstrained-{i}-k{k}", replace(free, k=k)) for i, k in enumerate(ks, start=1)]
+    specs = [SAESpec(f"unconstrained-{i}-k{k}", replace(free, k=k)) for i, k in enumerate(ks_around(l0s), start=1)]
     return lab.train(specs, lab.transfer_config(config, _PURPOSE).train)
+
+
+def ks_around(l0s: Mapping[str, float]) -> list[int]:
+    """Return sparsities just outside the range of some measured L0s.
+
+    Principal components fire much less or more often than other cores. What these are compared with does not depend on
+    them: where they lie outside the range of the others, there is one sparsity more.
+    """
+    others = [l0 for name, l0 in l0s.items() if not name.startswith(Rule.PRINCIPAL_COMPONENTS)] or list(l0s.values())
+    ks = [below(min(others)), above(max(others))]
+    if min(l0s.values()) < min(others):
+        ks.append(below(min(l0s.values())))
+    if max(l0s.values()) > max(others):
+        ks.append(above(max(l0s.values())))
+    return ks
