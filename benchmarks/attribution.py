@@ -29,9 +29,9 @@ from dmsae.activations.splits import Split
 from dmsae.activations.store import Store, StoreWriter
 from dmsae.cores.attribution import AttributionConfig, attribute
 from dmsae.disk.layout import shard_file
+from dmsae.sae.batch_topk import select_top
 from dmsae.sae.config import DenseCore, SAEConfig
 from dmsae.sae.sae import SAE
-from dmsae.sae.sparse import select_top
 
 D_MODEL, WIDTH, N_PREFIX, BATCH = 576, 16384, 512, 2048
 CASES = ((40, 0), (320, 0), (40, 200), (320, 200))

@@ -63,7 +63,7 @@ def main() -> None:
         measured = measure_step(step, sae, batches[0], arguments.turns, arguments.patience)
         print(
             f"K={width} k={k}: step {measured.step_ms} ms, {measured.ratio} of the product, "
-            f"{measured.ratio_to_buffered} of it into a kept buffer "
+            f"{measured.ratio_to_buffered} of it into a kept buffer, {measured.ratio_in_full} without a short list "
             f"({measured.n_turns} turns, {measured.n_disturbed} disturbed)",
             flush=True,
         )

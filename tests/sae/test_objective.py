@@ -172,7 +172,7 @@ def test_nothing_fires() -> None:
 
 
 def test_many_blocks_give_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmsae.sae.sparse.BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr("dmsae.sae.batch_topk.BLOCK_ELEMENTS", 64)
     monkeypatch.setattr("dmsae.sae.sparse.GRADIENT_ELEMENTS", 7 * 8)
     config = SAEConfig(8, 60, 4, (10, 30, 60), SparseCore(5))
     dead = torch.rand(60) < 0.5

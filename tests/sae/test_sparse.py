@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmsae.sae.sparse import Active, decode, latent_offsets, select_top
+from dmsae.sae.batch_topk import select_top
+from dmsae.sae.sparse import Active, decode, latent_offsets
 
 
 def expected_survivors(pre_KB: torch.Tensor, n_keep: int) -> torch.Tensor:
@@ -49,8 +50,8 @@ def test_selection_is_exact(
         x = torch.randint(n_levels, x.shape, generator=generator).double()
     n_keep = max(1, int(share * width * n_tokens))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dmsae.sae.sparse.BLOCK_ELEMENTS", block)
-        patch.setattr("dmsae.sae.sparse.DENSE_ELEMENTS", piece)
+        patch.setattr("dmsae.sae.batch_topk.BLOCK_ELEMENTS", block)
+        patch.setattr("dmsae.sae.batch_topk.DENSE_ELEMENTS", piece)
         active = select_top(x, torch.split(encoder, sizes), bias, n_keep, warm)
     pre = encoder @ x.T + bias[:, None]
     survivors = expected_survivors(pre, n_keep)
@@ -69,7 +70,7 @@ def test_a_warm_start_scans_once(monkeypatch: pytest.MonkeyPatch) -> None:
         n_products += 1
         return product(*args, **kwargs)
 
-    monkeypatch.setattr("dmsae.sae.sparse.BLOCK_ELEMENTS", 128 * 64)
+    monkeypatch.setattr("dmsae.sae.batch_topk.BLOCK_ELEMENTS", 128 * 64)
     cold = select_top(x, [encoder], torch.zeros(512), 64 * 8)
     monkeypatch.setattr(torch, "mm", counted)
     warm = select_top(x, [encoder], torch.zeros(512), 64 * 8, float(cold.values_S.min()))
@@ -86,8 +87,8 @@ def test_candidates_stay_few_from_a_cold_start(monkeypatch: pytest.MonkeyPatch) 
         n_seen.append(len(values))
         return float(values.kthvalue(len(values) - n + 1).values)
 
-    monkeypatch.setattr("dmsae.sae.sparse.DENSE_ELEMENTS", 64 * 64)
-    monkeypatch.setattr("dmsae.sae.sparse.nth_largest", recording)
+    monkeypatch.setattr("dmsae.sae.batch_topk.DENSE_ELEMENTS", 64 * 64)
+    monkeypatch.setattr("dmsae.sae.batch_topk.nth_largest", recording)
     generator = torch.Generator().manual_seed(0)
     encoder, x = torch.randn(4096, 16, generator=generator), torch.randn(64, 16, generator=generator)
     select_top(x, [encoder], torch.zeros(4096), 64 * 8)

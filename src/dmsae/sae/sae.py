@@ -18,11 +18,12 @@ from dmsae.disk.artifact import Bound, read_artifact, read_facts, write_artifact
 from dmsae.disk.tensor_stream import TensorStream
 from dmsae.errors import CheckpointError, ConfigError
 from dmsae.ranks import Axis
+from dmsae.sae.batch_topk import select_top
 from dmsae.sae.comms import ALONE, Comms
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.detectors import Detectors, detect, fire_
 from dmsae.sae.sample import Sample, remove_sample
-from dmsae.sae.sparse import Active, select_top
+from dmsae.sae.sparse import Active
 
 
 class TrainCodes(NamedTuple):

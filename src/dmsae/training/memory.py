@@ -7,8 +7,9 @@ a step needs besides is freed after it, and SAEs take their steps one after the 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dmsae.sae.batch_topk import BLOCK_ELEMENTS, DENSE_ELEMENTS, PRUNE_AT
 from dmsae.sae.config import SAEConfig
-from dmsae.sae.sparse import BLOCK_ELEMENTS, DENSE_ELEMENTS, GRADIENT_ELEMENTS, PRUNE_AT
+from dmsae.sae.sparse import GRADIENT_ELEMENTS
 from dmsae.training.mesh import MeshConfig
 
 _LEARNED = 16
