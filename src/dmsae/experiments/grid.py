@@ -69,7 +69,7 @@ class Grid:
     """Numbers of cycles, from 1 up to `cycles`, after which cores are priced, in the part `prices`."""
     coverages: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
     """τ, in the part `tau`."""
-    k_factors: tuple[float, ...] = (0.5, 1.0, 4.0)
+    k_factors: tuple[float, ...] = (0.125, 0.5, 1.0, 2.0, 4.0)
     """Sparsities of the part `sparsity`."""
     sparsity_cycles: int = 4
     """Cycles at each of them."""
