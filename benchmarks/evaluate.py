@@ -1,4 +1,4 @@
-"""How long all native measures take: one SAE with cold and warm caches, ten SAEs; and matching 16k × 16k latents.
+"""How long all native measures take: one SAE and ten, with cold and warm caches; and matching 16k × 16k latents.
 
 Each SAE is evaluated beside nulls by every measure that runs without a judge. Ten SAEs are the one given with its
 non-core latents scaled a little. They share nulls, since they have one shape and fire as often, which is the best case;
@@ -86,13 +86,13 @@ def main() -> None:
     by_measure: dict[str, float] = {}
     dictionaries: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        cache = patch("dmsae.disk.layout.evaluation_cache", lambda: Path(scratch) / "cache")
         several = {"the one": sae} | {str(other): SAE.load(other) for other in arguments.others}
         several = several if arguments.others else variants(sae, arguments.saes)
         runs = {"one, cold": variants(sae, 1), "one, warm": variants(sae, 1)}
-        runs |= {f"{len(several)}, warm": several} if several else {}
+        runs |= {f"{len(several)}, warm": several, f"{len(several)}, cold": several} if several else {}
         for name, saes in runs.items():
-            with cache:
+            cache = Path(scratch) / ("other cache" if name == f"{len(several)}, cold" else "cache")
+            with patch("dmsae.disk.layout.evaluation_cache", lambda cache=cache: cache):
                 start, start_cpu = time.perf_counter(), time.process_time()
                 done = evaluate(saes, store, Path(scratch) / name, config, model=model, progress=TERMINAL)
             seconds[name] = round(time.perf_counter() - start, 1)

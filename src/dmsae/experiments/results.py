@@ -16,6 +16,7 @@ from dmsae.config import Json
 from dmsae.disk.files import write_json
 from dmsae.disk.run import differences
 from dmsae.errors import CheckpointError, ConfigError
+from dmsae.sae.shortlist import multiplies_bfloat16
 
 
 class Spread(NamedTuple):
@@ -114,7 +115,7 @@ def _made_with() -> Json:
         "dmsae": __version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cpu": torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if multiplies_bfloat16() else ""),
     }
 
 
