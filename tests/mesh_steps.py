@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import dmsae.sae.shard
+from dmsae.sae.batch_topk import select_top
 from dmsae.sae.comms import Comms
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.detectors import Detectors
@@ -82,6 +83,18 @@ def step(comms: Comms, case: Case) -> Outcome:
     result = backward_(part, x, Objective(), dead, case.warm_start, comms)
     grads = {name: parameter.grad for name, parameter in part.named_parameters() if parameter.grad is not None}
     return Outcome(result, grads, set(zip(latents.tolist(), tokens.tolist(), strict=True)), part.config.width)
+
+
+def short_listed(comms: Comms, encoder_KD: Tensor, x_BD: Tensor, n_keep: int) -> dict[tuple[int, int], float]:
+    """Return what a rank keeps of a batch, by (latent, token) in the whole of it, where bfloat16 is fast."""
+    rows = encoder_KD[owned_rows(0, comms.latents.rank, comms.latents.size)].contiguous()
+    n_local = len(x_BD) // comms.data.size
+    mine_BD = x_BD[comms.data.rank * n_local :][:n_local]
+    with patch("dmsae.sae.shortlist.multiplies_bfloat16", lambda: True):
+        active = select_top(mine_BD, [rows], torch.zeros(len(rows)), n_keep, comms=comms)
+    latents = (active.latents_S * comms.latents.size + comms.latents.rank).tolist()
+    tokens = (active.tokens_S + comms.data.rank * n_local).tolist()
+    return dict(zip(zip(latents, tokens, strict=True), active.values_S.tolist(), strict=True))
 
 
 def cut(comms: Comms, values: list[Tensor], n: int) -> float:

@@ -12,7 +12,7 @@ from dmsae.sae.config import SAEConfig
 from dmsae.sae.sae import file_shapes
 from dmsae.sae.shard import owned_rows, sharded_tensors
 from dmsae.sae.variance import variance
-from mesh_steps import Case, cut, largest_of_rows, step, there_and_back
+from mesh_steps import Case, cut, largest_of_rows, short_listed, step, there_and_back
 from meshes import SHAPES, Meshes, meshes
 from strategies import configs
 
@@ -70,6 +70,17 @@ def test_a_mesh_is_deterministic(mesh: Meshes, shape: tuple[int, int]) -> None:
     for one, other in zip(first, second, strict=True):
         assert one.result.loss == other.result.loss
         assert all(torch.equal(one.grads[name], other.grads[name]) for name in one.grads)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_short_list_is_the_same_on_any_mesh_to_the_bit(mesh: Meshes, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # As many pre-activations as make one process use a short list: each rank has fewer.
+    encoder, x = torch.randn(1024, 8, generator=generator), torch.randn(1024, 8, generator=generator)
+    alone = short_listed(ALONE, encoder, x, 1024 * 4)
+    outcomes = mesh.run(shape, short_listed, encoder, x, 1024 * 4)
+    assert sum(map(len, outcomes)) == len(alone) == 1024 * 4
+    assert {place: value for one in outcomes for place, value in one.items()} == alone
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -90,6 +90,7 @@ class _Counts:
         self._trained = dictionary if isinstance(dictionary, SAE) else None
         self._fired_K = torch.zeros(dictionary.config.width, dtype=torch.int64)
         self._kept_K = torch.zeros_like(self._fired_K)
+        self._warm_start: float | None = None
 
     def add(self, x_BD: Tensor) -> None:
         """Take in a batch of raw activations."""
@@ -97,7 +98,8 @@ class _Counts:
         self._n_tokens += len(x_BD)
         self._fired_K += (self._dictionary.encode(x_BD) > 0).sum(0).cpu()
         if self._trained is not None:
-            codes = self._trained.train_codes(x_BD)
+            codes = self._trained.train_codes(x_BD, self._warm_start)
+            self._warm_start = float(codes.active.values_S.min()) if len(codes.active.values_S) else None
             self._kept_K += torch.bincount(codes.active.latents_S, minlength=len(self._kept_K)).cpu()
             if codes.core_BC is not None:
                 self._kept_K[: codes.core_BC.shape[1]] += (codes.core_BC > 0).sum(0).cpu()

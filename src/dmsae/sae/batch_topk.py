@@ -44,8 +44,10 @@ def select_top(
     survive. `warm_start`, the smallest survivor of a similar batch, saves work and never changes the result. On a mesh
     each rank gets its own of the `n_keep` largest entries of all ranks.
     """
-    n_rows = min(max(1, BLOCK_ELEMENTS // max(1, len(x_BD))), max(map(len, encoders)))
-    in_short = is_faster(x_BD, sum(map(len, encoders)) * len(x_BD), n_keep / comms.both.size)
+    # Decided by the whole mesh: values must not depend on how many ranks share a batch.
+    in_short = is_faster(x_BD, sum(map(len, encoders)) * len(x_BD) * comms.both.size, n_keep)
+    longest = max(x_BD.shape) if in_short else len(x_BD)  # a short list holds a block of rows, too
+    n_rows = min(max(1, BLOCK_ELEMENTS // max(1, longest)), max(map(len, encoders)))
     scanner = (Shortlist if in_short else _FullProduct)(x_BD, n_rows)
     cut = _WARM_START * warm_start if warm_start is not None and 0 < warm_start < float("inf") else 0.0
     candidates = _scan(scanner, x_BD, encoders, bias_K, n_keep, cut)
@@ -61,6 +63,7 @@ class _FullProduct:
     """Scans the pre-activations of one batch by the encoder product itself."""
 
     def __init__(self, x_BD: Tensor, n_rows: int) -> None:
+        self.n_rows = n_rows
         self._x_BD, self._buffer = x_BD, x_BD.new_empty(n_rows, len(x_BD))
 
     def product(self, rows_rD: Tensor, _bias_r: Tensor) -> Tensor:
@@ -111,10 +114,10 @@ def _pieces(
 
     A block is overwritten by the next.
     """
-    at_once, in_piece = (max(1, n // max(1, len(x_BD))) for n in (BLOCK_ELEMENTS, DENSE_ELEMENTS))
+    in_piece = max(1, DENSE_ELEMENTS // max(1, len(x_BD)))
     first = 0
     for encoder in encoders:
-        for rows_rD in torch.split(encoder, at_once):
+        for rows_rD in torch.split(encoder, scanner.n_rows):
             if not len(rows_rD):
                 continue
             product_rB = scanner.product(rows_rD, bias_K[first : first + len(rows_rD)])

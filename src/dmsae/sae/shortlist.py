@@ -5,8 +5,9 @@ product by less than c‖w‖‖x‖, so the product of rows that are a little l
 
     [w, c‖w‖, b] · [x, ‖x‖, 1]  ≥  w·x + b,
 
-bounds every pre-activation from above. What it leaves is computed again in float32, entry by entry. So nothing is
-missed, and a value does not depend on how a batch is cut into blocks, on the ranks that share it, or on the cut.
+bounds every pre-activation from above, as long as float32 can hold the squares of their entries. Entries whose bound
+reaches the cut are computed again in float32, one by one. So nothing is missed, and a value does not depend on how a
+batch is cut into blocks, on the ranks that share it, or on the cut.
 """
 
 import torch
@@ -19,7 +20,7 @@ _UNIT = 2.0**-8
 _ROUNDED_UP = 1 + 2 * _UNIT
 """A number that is multiplied by this before it is rounded to bfloat16 does not get smaller."""
 _MIN_ENTRIES = 1 << 20
-"""Pre-activations from which on it is worth the effort."""
+"""Fewer pre-activations than this are not worth the effort."""
 _MAX_KEPT = 1 / 24
 """Share of them that may be kept: an inner product by itself takes ten times as long as one in a matrix product."""
 
@@ -45,12 +46,12 @@ class Shortlist:
 
     def __init__(self, x_BD: Tensor, n_rows: int) -> None:
         """Take a batch of which blocks of at most `n_rows` latents will be scanned."""
-        self._x_BD = x_BD
+        self.n_rows, self._x_BD = n_rows, x_BD
         n_tokens, d_model = x_BD.shape
         self._inputs = x_BD.new_ones(n_tokens, d_model + 3, dtype=torch.bfloat16)
         self._inputs[:, :d_model] = x_BD
         self._inputs[:, d_model] = torch.linalg.vector_norm(x_BD, dim=1).mul_(_ROUNDED_UP)
-        # Both factors are rounded, and sums of so many products are, too: in float32, by either way of adding up.
+        # Both factors are rounded. So are sums of products, in float32: those of the short list, and the exact ones.
         summed = 4 * (d_model + 3) * torch.finfo(x_BD.dtype).eps
         self._slack = 2 * _UNIT + _UNIT**2 + summed
         self._bias_slack = 4 * _UNIT**2 + summed

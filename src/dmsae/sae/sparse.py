@@ -2,7 +2,7 @@
 
 Of B·K pre-activations only k·B survive, so everything but the encoder product runs over the survivors. They are held
 latent by latent (`Active`). Sums of rows are `embedding_bag`s: a bag per token to decode, a bag per latent for the
-gradients. Inner products of rows, one per survivor, are a `sampled_addmm`.
+gradients. Inner products of rows, one per survivor or candidate, are a `sampled_addmm`.
 """
 
 import warnings

@@ -16,8 +16,8 @@ _LEARNED = 16
 """Bytes of a learned number: the weight, its gradient, two moments."""
 _ENTRY = 12
 """Bytes of an entry that may survive selection: latent, token, value."""
-_FOUND = 24
-"""Bytes of an entry of a block while it is looked for: its place (int64), latent, token and value."""
+_FOUND = 40
+"""Bytes of an entry of a block while it is looked for: place and row (int64), latent, token, its value twice."""
 _SORTED = 44
 """Bytes of a survivor while survivors are sorted by token: keys, order (int64), and both again as they are taken."""
 
@@ -77,14 +77,16 @@ def step_bytes(sae: SAEConfig, n_tokens: int, n_latents: int = 1) -> int:
     """Return what a step allocates at most: the batch, its residuals, a block of pre-activations, candidates."""
     rows = sae.width // n_latents
     batch = 4 * n_tokens * sae.d_model
-    # A block in float32, a flag for each entry; before there is a threshold to start from, half of a piece's entries.
+    # A block in float32, or its upper bounds and the rows that they are of in bfloat16; a flag for each entry; before
+    # there is a threshold to start from, half of a piece's entries.
     block = (4 + 1) * min(BLOCK_ELEMENTS, rows * n_tokens) + _FOUND // 2 * min(DENSE_ELEMENTS, rows * n_tokens)
     survivors = min(sae.k_selected, sae.width) * n_tokens // n_latents
     candidates = min(PRUNE_AT * survivors, rows * n_tokens) * _ENTRY
     core = 2 * 4 * n_tokens * (sae.n_dense // n_latents)
     gradients = 3 * 4 * min(GRADIENT_ELEMENTS, rows * sae.d_model)
-    # First the batch is scanned, raw and centred; then come what was selected, residuals and gradients.
-    scan = 2 * batch + block + 2 * candidates
+    # First the batch is scanned, raw and centred, and in bfloat16 for a short list; then come what was selected,
+    # residuals and gradients.
+    scan = 2 * batch + batch // 2 + block + 2 * candidates
     return core + max(scan, (2 + len(sae.prefixes)) * batch + _SORTED * survivors + gradients)
 
 
