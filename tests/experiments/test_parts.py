@@ -135,11 +135,18 @@ def test_cores_have_prices_in_every_mode_by_other_rules_before_and_after_the_cyc
 
 def test_principal_components_do_not_move_what_other_cores_are_compared_with() -> None:
     l0s = {"dense-k6": 80.0, "random-norm_matched-dense-k6": 90.0}
-    around = ks_around(l0s)
-    assert around == [below(80.0), above(90.0)]
-    assert ks_around(l0s | {"principal_components-dense-k6": 85.0}) == around
-    assert ks_around(l0s | {"principal_components-dense-k6": 40.0}) == [*around, below(40.0)]
-    assert ks_around(l0s | {"principal_components-dense-k6": 120.0}) == [*around, above(120.0)]
+    around = {1: below(80.0), 2: above(90.0)}
+    assert ks_around(l0s) == around
+
+    def with_components(l0: float) -> dict[int, int]:
+        return ks_around(l0s | {"principal_components-dense-k6": l0})
+
+    assert with_components(85.0) == with_components(79.0) == with_components(95.0) == around
+    assert with_components(70.0) == around | {3: below(70.0)}
+    assert with_components(40.0) == around | {3: below(40.0), 4: above(40.0)}
+    assert with_components(110.0) == around | {5: above(110.0)}
+    assert with_components(150.0) == around | {5: above(150.0), 6: below(150.0)}
+    assert ks_around({"principal_components-dense-k6": 40.0}) == {1: below(40.0), 2: above(40.0)}
 
 
 def test_figures_of_an_earlier_version_of_a_part_are_refused(lab: Lab, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ EXPERIMENTS = {
     ),
     "price": Experiment(
         "How many latents can be kept, holding how much of the attribution, at what price?",
-        ("capped", "prices"),
+        ("capped", "uncapped", "prices"),
     ),
     "first-core": Experiment(
         "What does the first core cost in variance, loss and training, frozen as in the paper and as detectors?",

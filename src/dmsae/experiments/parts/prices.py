@@ -1,9 +1,9 @@
 """What distilled cores cost after some cycles and after all of them: in every freeze mode, and by every rule.
 
 Rows that were distilled dense are kept dense and in sparse mode; detectors are distilled and kept as such. Other rules
-choose as many latents as the core has from the candidates of the last cycle, of which the core holds only such that
-were frozen. Each core has a random control and SAEs that keep nothing beside it. What cores cost before any cycle is in
-the parts `capped` and `uncapped`.
+choose as many latents as the core has from the candidates of the last cycle, of which the core holds only those that
+were frozen already. Each core has a random control and SAEs that keep nothing beside it. What cores cost before any
+cycle is in the parts `capped` and `uncapped`.
 """
 
 from dmsae.config import Json

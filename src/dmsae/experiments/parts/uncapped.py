@@ -72,20 +72,23 @@ def _around(lab: Lab, config: DistillConfig, n_core: int, results: Sequence[Trai
         return []
     free = config.sae(lab.store.d_model, 0)
     free = replace(free, prefixes=core_first(free.prefixes, n_core))
-    specs = [SAESpec(f"unconstrained-{i}-k{k}", replace(free, k=k)) for i, k in enumerate(ks_around(l0s), start=1)]
+    specs = [SAESpec(f"unconstrained-{i}-k{k}", replace(free, k=k)) for i, k in ks_around(l0s).items()]
     return lab.train(specs, lab.transfer_config(config, _PURPOSE).train)
 
 
-def ks_around(l0s: Mapping[str, float]) -> list[int]:
-    """Return sparsities just outside the range of some measured L0s.
+def ks_around(l0s: Mapping[str, float]) -> dict[int, int]:
+    """Return sparsities, numbered: 1 just below and 2 just above some measured L0s.
 
-    Principal components fire much less or more often than other cores. What these are compared with does not depend on
-    them: where they lie outside the range of the others, there is one sparsity more.
+    Principal components may fire much less or more often than other cores. What the others are compared with does not
+    depend on them. Below that range, 3 is just below their L0 and 4 just above; beyond it, 5 is just above and 6 just
+    below. 4 and 6 are left out where 1 and 2 are as close.
     """
-    others = [l0 for name, l0 in l0s.items() if not name.startswith(Rule.PRINCIPAL_COMPONENTS)] or list(l0s.values())
-    ks = [below(min(others)), above(max(others))]
-    if min(l0s.values()) < min(others):
-        ks.append(below(min(l0s.values())))
-    if max(l0s.values()) > max(others):
-        ks.append(above(max(l0s.values())))
+    components = [l0 for name, l0 in l0s.items() if name.startswith(Rule.PRINCIPAL_COMPONENTS)]
+    others = [l0 for name, l0 in l0s.items() if not name.startswith(Rule.PRINCIPAL_COMPONENTS)] or components
+    ks = {1: below(min(others)), 2: above(max(others))}
+    lowest, highest = min(components, default=ks[1]), max(components, default=ks[2])
+    if lowest < ks[1]:
+        ks |= {3: below(lowest)} | ({4: above(lowest)} if above(lowest) < ks[1] else {})
+    if highest > ks[2]:
+        ks |= {5: above(highest)} | ({6: below(highest)} if below(highest) > ks[2] else {})
     return ks
