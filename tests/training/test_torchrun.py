@@ -47,7 +47,8 @@ def test_torchrun_restarts_a_mesh_that_lost_a_rank(tmp_path: Path) -> None:
     os.kill(holder, signal.SIGKILL)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
-    assert "has lost contact with the others" in said
+    # The other rank ends when it notices, or when torchrun does and ends it, whichever is first.
+    assert "has lost contact with the others" in said or "closing signal SIGTERM" in said
     assert said.count("Resuming at step") == 1
     assert len(metrics.read_text().splitlines()) == 60
     assert_like_one_process(out, store, tmp_path / "alone")
