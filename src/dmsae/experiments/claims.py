@@ -26,6 +26,7 @@ from dmsae.experiments.verdicts import Claim
 PAPER, OURS = "the paper", "ours"
 _NONE = "the same without a core"
 _DIRECTIONS = "random directions of equal norms"
+_COMPONENTS = "as many principal components"
 _USE = (
     "the smallest of: share of its initial L0 that the core keeps minus what random rows keep; what those lose; what "
     "the core keeps beyond a half"
@@ -108,9 +109,12 @@ _PRICES = tuple(
             f"{_DIRECTIONS} in that mode",
             "random-norm_matched-sparse",
         ),
+        ("uncapped", "The first core, kept dense,", "dense", _COMPONENTS, "principal_components-dense"),
+        ("prices", "The distilled core, kept dense,", f"{LAST}dense", _COMPONENTS, f"{LAST}principal_components-dense"),
+        ("capped", "A first core of detectors", "detector", _COMPONENTS, "principal_components-detector"),
     )
 )
-"""What cores cost, against random ones."""
+"""What cores cost, against random ones and principal components."""
 
 _RULES = tuple(
     Claim(
