@@ -119,6 +119,7 @@ PLANTED: dict[str, Json] = {
             row("random-detector-k4", price=0.1),
             row("firing_rate-detector-k4", price=0.03),
             row("random_subset-detector-k4", price=0.04),
+            row("principal_components-detector-k4", price=0.06),
         ]
     },
     "consistency": {
@@ -194,6 +195,7 @@ PLANTED: dict[str, Json] = {
                 ("random-norm_matched-sparse", 0.04),
                 ("firing_rate-sparse", 0.02),
                 ("random_subset-sparse", 0.03),
+                ("principal_components-dense", 0.17),
             )
         ]
     },
@@ -216,6 +218,7 @@ PLANTED: dict[str, Json] = {
                     ("random-detector", 0.12),
                     ("firing_rate-detector", 0.05),
                     ("random_subset-detector", 0.04),
+                    ("principal_components-dense", 0.13),
                 )
             )
         ],
@@ -263,6 +266,9 @@ EXPECTED = (
         0.034,
         0.104,
         0.03,
+        0.07,
+        0.078,
+        0.05,
     ]
     + [0.05, 0.04, 0.01, 0.02, 0.058, 0.052, 0.018, 0.032, 0.038, 0.032]
     + [
