@@ -26,6 +26,7 @@ RECIPE = TrainConfig(tokens=128 * 60, batch_size=128, lr=3e-3, device="cpu", log
 
 def torchrun(n: int, restarts: int, *arguments: object) -> "subprocess.Popen[str]":
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", restarts]
+    launcher += ["--monitor-interval", 5]  # seconds: long enough for a rank to notice, before torchrun does, what it lost
     flags = ["--tokens", RECIPE.tokens, "--batch-size", RECIPE.batch_size, "--lr", RECIPE.lr, "--device", "cpu"]
     command = [*launcher, "--nproc-per-node", n, "-m", "dmsae", "train", "--log-every", 1, *flags, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -47,8 +48,7 @@ def test_torchrun_restarts_a_mesh_that_lost_a_rank(tmp_path: Path) -> None:
     os.kill(holder, signal.SIGKILL)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
-    # The other rank ends when it notices, or when torchrun does and ends it, whichever is first.
-    assert "has lost contact with the others" in said or "closing signal SIGTERM" in said
+    assert "has lost contact with the others" in said
     assert said.count("Resuming at step") == 1
     assert len(metrics.read_text().splitlines()) == 60
     assert_like_one_process(out, store, tmp_path / "alone")
