@@ -26,7 +26,7 @@ RECIPE = TrainConfig(tokens=128 * 60, batch_size=128, lr=3e-3, device="cpu", log
 
 def torchrun(n: int, restarts: int, *arguments: object) -> "subprocess.Popen[str]":
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", restarts]
-    launcher += ["--monitor-interval", 5]  # seconds: long enough for a rank to notice, before torchrun does, what it lost
+    launcher += ["--monitor-interval", 5]  # seconds: a rank notices what it lost before torchrun does
     flags = ["--tokens", RECIPE.tokens, "--batch-size", RECIPE.batch_size, "--lr", RECIPE.lr, "--device", "cpu"]
     command = [*launcher, "--nproc-per-node", n, "-m", "dmsae", "train", "--log-every", 1, *flags, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
