@@ -21,7 +21,7 @@ from dmsae.experiments.results import (
     result_file,
     unpack,
 )
-from dmsae.experiments.tables import text
+from dmsae.experiments.tables import tables, text
 
 ENTRIES = st.lists(st.fixed_dictionaries({"sae": st.text(), "l0": st.none() | st.floats(allow_nan=False)}), max_size=4)
 
@@ -99,6 +99,27 @@ def test_a_figure_as_text() -> None:
     assert text(Spread.of([0.5, None, 0.7]), 2) == "0.60 ± 0.14"
     assert text(Spread.of([0.5]), 2) == "0.50"
     assert text(Spread.of([None, float("nan")]), 2) == "–"
+
+
+def test_what_a_part_could_not_do_is_shown_with_its_reason_and_seeds() -> None:
+    def seed(number: int, left_out: Json, failures: Json, regimes: list[Json]) -> Json:
+        found = {"rows": [], "left_out": left_out, "failures": failures, "regimes": regimes}
+        return {"part": "prices", "seed": number, "figures": found}
+
+    empty: Json = {"n_core": None, "margin": None, "price": None}
+    regimes = [empty | {"regime": "wide", "note": "no room"}, empty | {"regime": "half", "left_out": {"a": "too many"}}]
+    first, second = (
+        seed(0, {}, {"dense": "NaN"}, []),
+        seed(1, {"detector-k4": "k = 4"}, {"dense": "collapsed"}, regimes),
+    )
+    made = tables([second, first])
+    (table,) = [one for one in made if one.title.endswith(": left out or failed")]
+    assert table.rows == [
+        ["distillation, dense", "0, 1", "NaN"],
+        ["detector-k4", "1", "k = 4"],
+        ["wide", "1", "no room"],
+        ["half, a", "1", "too many"],
+    ]
 
 
 def test_damaged_results_are_named(tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ def tables(results: Sequence[Json]) -> list[TextTable]:
             ]
             made.append(TextTable(title, ["SAE", *(heading for heading, _ in COLUMNS.values())], rows))
         of_part = [result["figures"] for result in alike]
-        others = (_cycles(of_part), _rules(of_part), _regimes(of_part), _pairs(of_part), *_scores(of_part))
+        shown = (_cycles(of_part), _rules(of_part), _regimes(of_part), _pairs(of_part), *_scores(of_part))
+        others = (*shown, _missing(alike))
         made += [table._replace(title=f"{title}{table.title}") for table in others if table.rows]
     return made
 
@@ -133,6 +134,23 @@ def with_like_nulls(entries: Sequence[Json]) -> list[Json]:
         else one
         for one in entries
     ]
+
+
+def _missing(results: Sequence[Json]) -> TextTable:
+    """Return a row for each thing that a part could not do: why, in the first seed in which that was so, and in which
+    seeds."""
+    reasons: dict[str, dict[int, str]] = {}
+    for result in results:
+        figures = result["figures"]
+        found = {f"distillation, {name}": why for name, why in figures.get("failures", {}).items()}
+        found |= figures.get("left_out", {})
+        for one in figures.get("regimes", ()):
+            found |= {f"{one['regime']}, {name}": why for name, why in one.get("left_out", {}).items()}
+            found |= {one["regime"]: one["note"]} if "note" in one else {}
+        for what, why in found.items():
+            reasons.setdefault(what, {})[result["seed"]] = why
+    rows = [[what, ", ".join(map(str, sorted(why))), why[min(why)]] for what, why in reasons.items()]
+    return TextTable(": left out or failed", ["what", "seeds", "why (in the first of them)"], rows)
 
 
 _SHOWN = {"score": "", "null": "null", "part": "of the way"}

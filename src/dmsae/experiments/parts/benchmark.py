@@ -94,5 +94,5 @@ def _detectors(lab: Lab, config: DistillConfig, core: Core, ks: tuple[int, ...])
             sae_specs(replace(chosen, k=(k,)), core, lab.store)
             fitting.append(k)
         except ConfigError as error:
-            left_out[str(k)] = str(error)
+            left_out[f"{CoreMode.DETECTOR}-k{k}"] = str(error)
     return replace(chosen, k=tuple(fitting)) if fitting else None, left_out

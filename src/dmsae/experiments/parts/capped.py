@@ -24,10 +24,12 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     """Return the rows of one seed, how many candidates there were, and why a rule's core did not fit the budget."""
     config = replace(lab.base, seed=seed, max_rate=grid.max_rate)
     first, chosen = first_selected(lab, config), detectors(lab, config, "capped")
-    beside, left_out = fitting(lab, chosen, by_rules(lab, config, grid.rules, first))
+    others, unable = by_rules(lab, config, grid.rules, first)
+    beside, without_room = fitting(lab, chosen, others)
     known = [lab.held(one, config) for one in (first.core, *beside.values())]
     rows = lab.rows(lab.transfer(chosen, first.core, beside), config, known, losses=False)
-    return {"rows": rows, "n_candidates": len(_eligible(first.scores, config).latents_P), "left_out": left_out}
+    n_candidates = len(_eligible(first.scores, config).latents_P)
+    return {"rows": rows, "n_candidates": n_candidates, "left_out": unable | without_room}
 
 
 class Selected(NamedTuple):
@@ -56,11 +58,20 @@ def detectors(lab: Lab, config: DistillConfig, purpose: str) -> TransferConfig:
     )
 
 
-def by_rules(lab: Lab, config: DistillConfig, rules: Sequence[Rule], like: Selected) -> dict[str, Core]:
-    """Return the cores that other rules choose: as many latents as a core has, among the same candidates."""
+def by_rules(
+    lab: Lab, config: DistillConfig, rules: Sequence[Rule], like: Selected
+) -> tuple[dict[str, Core], dict[str, str]]:
+    """Return the cores that other rules choose: as many latents as a core has, among the same candidates; and why a
+    rule cannot choose as many, as there are no more principal components than dimensions."""
     pool, provenance = _eligible(like.scores, config), Provenance.of(lab.store, config.result_settings())
     facts = (len(like.core), lab.store, provenance, config.seed, like.core.cycle)
-    return {str(rule): core_by_rule(rule, like.sae, pool, *facts) for rule in rules}
+    found, without = {}, {}
+    for rule in rules:
+        try:
+            found[str(rule)] = core_by_rule(rule, like.sae, pool, *facts)
+        except ConfigError as error:
+            without[str(rule)] = str(error)
+    return found, without
 
 
 def _eligible(scores: Attribution, config: DistillConfig) -> Attribution:
@@ -68,7 +79,7 @@ def _eligible(scores: Attribution, config: DistillConfig) -> Attribution:
     return scores.among(scores.firing_rates_P <= (1.0 if config.max_rate is None else config.max_rate))
 
 
-def fitting(lab: Lab, chosen: TransferConfig, cores: dict[str, Core]) -> tuple[dict[str, Core], Json]:
+def fitting(lab: Lab, chosen: TransferConfig, cores: dict[str, Core]) -> tuple[dict[str, Core], dict[str, str]]:
     """Return the cores that fit the total budget, and why the others do not."""
     alone, found, left_out = replace(chosen, random_cores=(), baselines=()), {}, {}
     for name, core in cores.items():

@@ -12,7 +12,7 @@ from dmsae.cores.selection import distilled_core
 from dmsae.disk import layout
 from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Followed, Lab
-from dmsae.experiments.parts.capped import Selected, by_rules
+from dmsae.experiments.parts.capped import Selected
 from dmsae.experiments.parts.cycles import selected
 from dmsae.experiments.parts.uncapped import priced
 from dmsae.sae.config import CoreMode
@@ -32,9 +32,9 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
         for cycles in grid.priced_cycles:
             if (after := _after(found, cycles)) is None:
                 continue
-            beginning, others = f"after-{cycles}-", by_rules(lab, config, grid.rules, after)
+            beginning = f"after-{cycles}-"
             for mode in _MODES[config.core_mode]:
-                rows, left_out = priced(lab, config, mode, after, others)
+                rows, left_out = priced(lab, config, mode, after, grid.rules)
                 figures["rows"] += [row | {"sae": beginning + row["sae"], "cycles": cycles} for row in rows]
                 figures["left_out"] |= {beginning + name: why for name, why in left_out.items()}
     return figures

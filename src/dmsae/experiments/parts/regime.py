@@ -79,7 +79,9 @@ def _tried(lab: Lab, grid: Grid, regime: Regime, seed: int) -> Json:
     except AttributionError as error:
         return {"regime": regime.name, "seed": seed, "margin": None, "price": None, "note": str(error)}
     transfer = replace(detectors(lab, config, "regime"), core_modes=(regime.core_mode,))
-    beside, left_out = fitting(lab, transfer, by_rules(lab, config, _RULES, first))
+    others, unable = by_rules(lab, config, _RULES, first)
+    beside, without_room = fitting(lab, transfer, others)
+    left_out = unable | without_room
     try:
         results = lab.transfer(transfer, first.core, beside)
     except ConfigError as error:  # a core that leaves no room in the budget

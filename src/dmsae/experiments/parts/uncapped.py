@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from dmsae.config import Json
 from dmsae.cores.controls import Rule
-from dmsae.cores.core import Core
 from dmsae.distillation.config import DistillConfig
 from dmsae.distillation.prices import Held
 from dmsae.distillation.transfer import Budget, above, below
@@ -30,25 +29,25 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
     """Return the rows of one seed, and which cores did not fit the budget."""
     config = replace(lab.base, seed=seed, core_mode=CoreMode.DENSE, max_rate=None)
     first = first_selected(lab, config)
-    others = by_rules(lab, config, grid.rules, first)
     figures: Json = {"rows": [], "left_out": {}}
     for mode in (CoreMode.DENSE, CoreMode.SPARSE):
-        rows, left_out = priced(lab, config, mode, first, others)
+        rows, left_out = priced(lab, config, mode, first, grid.rules)
         figures["rows"] += rows
         figures["left_out"] |= left_out
     return figures
 
 
 def priced(
-    lab: Lab, config: DistillConfig, mode: CoreMode, chosen: Selected, others: dict[str, Core]
+    lab: Lab, config: DistillConfig, mode: CoreMode, chosen: Selected, rules: Sequence[Rule]
 ) -> tuple[list[Json], Json]:
-    """Return the rows of a core in one mode beside other rules' cores, a random one and SAEs that keep nothing, and
-    which rules' cores left no room in the budget."""
+    """Return the rows of a core in one mode beside other rules' cores, a random one and SAEs that keep nothing; and why
+    a rule could not choose as many latents, or left no room in the budget."""
     transfer = replace(detectors(lab, config, _PURPOSE), core_modes=(mode,))
     if mode is CoreMode.DENSE:  # its own activity is known only after training
         transfer = replace(transfer, budget=Budget.NONCORE, baselines=())
-    beside, without = fitting(lab, transfer, {str(Rule.ATTRIBUTION): chosen.core, **others})
-    left_out = {f"{rule}-{mode}": why for rule, why in without.items()}
+    others, unable = by_rules(lab, config, rules, chosen)
+    beside, without_room = fitting(lab, transfer, {str(Rule.ATTRIBUTION): chosen.core, **others})
+    left_out = {f"{rule}-{mode}": why for rule, why in (unable | without_room).items()}
     if beside.pop(str(Rule.ATTRIBUTION), None) is None:
         return [], left_out
     results = lab.transfer(transfer, chosen.core, beside)
