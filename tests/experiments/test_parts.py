@@ -22,7 +22,7 @@ from dmsae.experiments.lab import Lab
 from dmsae.experiments.parts import sparsity
 from dmsae.experiments.parts.consistency import compare, latents
 from dmsae.experiments.parts.cycles import by_cycle
-from dmsae.experiments.parts.regime import FRESH, MIN_SHARE, chosen, confirm
+from dmsae.experiments.parts.regime import ANY, FRESH, HOLDING, MIN_SHARE, chosen, confirm
 from dmsae.experiments.results import (
     kept_or_run,
     over_seeds,
@@ -258,15 +258,16 @@ def test_saes_that_train_as_long_as_detectors_and_their_sae_are_at_their_l0(resu
 def test_a_regime_is_confirmed_with_a_fresh_seed(results: Path, lab: Lab) -> None:
     tried, confirmed = figures(results, "regime")["regimes"], figures(results, "confirmation")
     assert [one["regime"] for one in tried] == ["as the recipe", "half"]
-    assert confirmed["chosen"] == max(tried, key=lambda one: one["margin"])["regime"]
+    assert confirmed["chosen"][ANY] == max(tried, key=lambda one: one["margin"])["regime"]
     assert {one["seed"] for one in tried} == {0}
-    assert [one["seed"] for one in confirmed["regimes"]] == [FRESH]
+    assert [one["regime"] for one in confirmed["regimes"]] == list(dict.fromkeys(confirmed["chosen"].values()))
+    assert {one["seed"] for one in confirmed["regimes"]} == {FRESH}
     kept = result_file(results, "confirmation", 0)
     other = json.loads(kept.read_text())
-    other["figures"]["chosen"] = "another"
+    other["figures"]["chosen"] = {ANY: "another"}
     try:
         result_file(results, "confirmation", 7).write_text(json.dumps(other | {"seed": 7}))
-        with pytest.raises(ConfigError, match="but 'another' was confirmed"):
+        with pytest.raises(ConfigError, match="other regimes best than those that were confirmed"):
             confirm(lab, GRID, 1)
     finally:
         result_file(results, "confirmation", 7).unlink()
@@ -274,7 +275,7 @@ def test_a_regime_is_confirmed_with_a_fresh_seed(results: Path, lab: Lab) -> Non
         chosen(Lab(lab.store, BASE, results))
 
 
-def test_a_core_that_holds_next_to_nothing_is_not_chosen(lab: Lab, tmp_path: Path) -> None:
+def test_a_core_that_holds_next_to_nothing_is_the_best_of_all_alone(lab: Lab, tmp_path: Path) -> None:
     def tried(name: str, margin: float, share: float) -> Json:
         rows = [{"sae": "random-detector-k6", "attribution_share": None}]
         return {"regime": name, "margin": margin, "rows": [*rows, {"sae": "detector-k6", "attribution_share": share}]}
@@ -285,7 +286,17 @@ def test_a_core_that_holds_next_to_nothing_is_not_chosen(lab: Lab, tmp_path: Pat
         regimes = [tried("tiny", 0.5, share / 2), tried("real", -0.1, share), tried("worse", -0.2, share)]
         found = {"part": "regime", "seed": seed, "figures": {"regimes": regimes}}
         result_file(here.results, "regime", seed).write_text(json.dumps(found))
-    assert chosen(here) == "real"
+    assert chosen(here) == {ANY: "tiny", HOLDING: "real"}
+
+
+def test_a_search_that_finds_nothing_is_a_result(lab: Lab, tmp_path: Path) -> None:
+    here = Lab(lab.store, BASE, tmp_path)
+    here.results.mkdir()
+    found = {"part": "regime", "seed": 0, "figures": {"regimes": [{"regime": "half", "margin": None, "rows": []}]}}
+    result_file(here.results, "regime", 0).write_text(json.dumps(found))
+    assert confirm(here, GRID, 0) == {"rows": [], "chosen": {}, "regimes": []}
+    with pytest.raises(ConfigError, match="regime first"):
+        confirm(Lab(lab.store, BASE, tmp_path / "empty"), GRID, 0)
 
 
 def test_two_runs_are_compared_and_random_rows_beside_them(results: Path) -> None:

@@ -12,7 +12,7 @@ from dmsae.distillation.transfer import above, below
 from dmsae.experiments.grid import GRIDS, Preset
 from dmsae.experiments.lab import Lab
 from dmsae.experiments.parts import uncapped
-from dmsae.experiments.parts.uncapped import ks_around
+from dmsae.experiments.pricing import ks_around
 from dmsae.training.config import TrainConfig
 from planted import planted_store
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dmsae.config import Json
 from dmsae.experiments.catalog import PARTS
 from dmsae.experiments.claims import CLAIMS
+from dmsae.experiments.parts.regime import ANY, HOLDING
 from dmsae.experiments.statistics import over_msae
 from dmsae.experiments.tables import verdict_table
 from dmsae.experiments.verdicts import Claim, Outcome, interval, judge, verdicts
@@ -118,6 +119,7 @@ PLANTED: dict[str, Json] = {
             row("detector-k4", price=0.01),
             row("random-detector-k4", price=0.1),
             row("firing_rate-detector-k4", price=0.03),
+            row("mean_activation-detector-k4", price=0.035),
             row("random_subset-detector-k4", price=0.04),
             row("principal_components-detector-k4", price=0.06),
         ]
@@ -129,8 +131,8 @@ PLANTED: dict[str, Json] = {
                 "tokens": tokens,
                 "sizes": [4, 4],
                 "share_found": share if tokens == 20 else 0.0,
-                "encoder_cosine": share + 0.1,
-                "decoder_cosine": share - 0.1,
+                "encoder_cosine": share + 0.1 - 2 / tokens,
+                "decoder_cosine": share - 0.1 - 2 / tokens,
             }
             for tokens in (10, 20, 40)
             for what, share in (
@@ -139,12 +141,15 @@ PLANTED: dict[str, Json] = {
                 ("distilled, detector", 0.5),
                 ("distilled, dense", 0.45),
                 ("random rows", 0.0),
+                ("random rows for distilled, dense", 0.05),
+                ("random rows for distilled, detector", 0.15),
                 ("consensus", 0.6),
                 ("the rest beside distilled detectors", 0.3),
                 ("the rest beside a distilled dense core", 0.25),
                 ("the rest beside detectors of the first core", 0.28),
                 ("the rest beside a consensus", 0.22),
                 ("the rest beside random detectors", 0.27),
+                ("the rest beside random directions", 0.21),
                 ("the same without a core", 0.2),
             )
             if tokens < 40 or what == "prefix-0"
@@ -163,6 +168,17 @@ PLANTED: dict[str, Json] = {
             for name, extra, gain in (("dense", 2, 0.1), ("sparse", 2, 0.095), ("detector", 1, 0.2), ("msae", 0, 0))
             for k in (4, 8, 16, *((20,) if name == "msae" else ()))
             for score in (0.5 + 0.01 * (k + extra) + (gain if ceiling else -gain),)
+        ]
+        + [
+            {
+                "sae": f"{name}-k{k}",
+                "measure": "detection",
+                "figure": "detection_balanced",
+                "ceiling": 1,
+                "score": score,
+            }
+            for name, score in (("dense", 0.6), ("msae", 0.67))
+            for k in (4, 8, 16, *((20,) if name == "msae" else ()))
         ],
     },
     "worth": {
@@ -190,10 +206,12 @@ PLANTED: dict[str, Json] = {
             for name, price in (
                 ("dense", 0.1),
                 ("firing_rate-dense", 0.15),
+                ("mean_activation-dense", 0.13),
                 ("random_subset-dense", 0.14),
                 ("sparse", 0.01),
                 ("random-norm_matched-sparse", 0.04),
                 ("firing_rate-sparse", 0.02),
+                ("mean_activation-sparse", 0.05),
                 ("random_subset-sparse", 0.03),
                 ("principal_components-dense", 0.17),
             )
@@ -219,15 +237,25 @@ PLANTED: dict[str, Json] = {
                     ("firing_rate-detector", 0.05),
                     ("random_subset-detector", 0.04),
                     ("principal_components-dense", 0.13),
+                    ("mean_activation-dense", 0.16),
+                    ("mean_activation-sparse", 0.07),
+                    ("mean_activation-detector", 0.06),
                 )
             )
         ],
     },
-    "confirmation": {"regimes": [{"margin": 0.02, "price": -0.01}]},
+    "confirmation": {
+        "chosen": {ANY: "small", HOLDING: "large"},
+        "regimes": [
+            {"regime": "small", "margin": 0.03, "price": -0.015},
+            {"regime": "large", "margin": 0.02, "price": -0.01},
+        ],
+    },
     "selection": {
         "rules": [
             {"rule": "attribution", "share_of_effect": 0.9},
             {"rule": "firing_rate", "share_of_effect": 0.6},
+            {"rule": "mean_activation", "share_of_effect": 0.7},
         ]
     },
 }
@@ -235,6 +263,7 @@ EXPECTED = (
     [0.1] * 9
     + [0.095] * 9
     + [0.2] * 9
+    + [0.07]
     + [0.1] * 9
     + [0.25] * 9
     + [
@@ -259,8 +288,10 @@ EXPECTED = (
         0.007,
         0.09,
         0.02,
+        0.025,
         0.03,
         0.3,
+        0.2,
         0.5,
         0.204,
         0.034,
@@ -270,10 +301,10 @@ EXPECTED = (
         0.078,
         0.05,
     ]
-    + [0.05, 0.04, 0.01, 0.02, 0.058, 0.052, 0.018, 0.032, 0.038, 0.032]
+    + [0.05, 0.03, 0.04, 0.01, 0.04, 0.02]
+    + [0.058, 0.112, 0.052, 0.018, 0.1, 0.032, 0.038, 0.068, 0.032]
+    + [0.03, 0.015, 0.02, 0.01]
     + [
-        0.02,
-        0.01,
         0.3,
         0.25,
         0.3,
@@ -281,8 +312,12 @@ EXPECTED = (
         0.3,
         0.4,
         0.3,
+        0.4,
+        0.35,
+        0.15,
+        0.1,
     ]
-    + [0.1, 0.1, 0.05, 0.05, 0.08, 0.08, 0.02, 0.02, 0.03, 0.03]
+    + [0.1, 0.1, 0.05, 0.05, 0.08, 0.08, 0.02, 0.02, 0.03, 0.03, 0.04, 0.04]
 )
 
 
@@ -295,7 +330,7 @@ def test_each_statistic_is_what_it_says() -> None:
 
 
 def test_figures_that_lack_what_a_claim_needs_leave_it_untested() -> None:
-    empty = {"rows": [], "scores": [], "cycles": [], "curves": {}, "regimes": [{"margin": None}], "pairs": []}
+    empty: Json = {"rows": [], "scores": [], "cycles": [], "curves": {}, "regimes": [], "chosen": {}, "pairs": []}
     for claim in CLAIMS:
         if claim.part != "selection":
             assert judge(claim, [{"part": claim.part, "seed": 0, "figures": empty}]).outcome is Outcome.UNTESTED

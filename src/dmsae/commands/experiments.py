@@ -44,7 +44,7 @@ class ExperimentCommand:
     rules, in every freeze mode, before and after the cycles, beside random controls? first-core: what does the first
     core cost in variance and loss, also against SAEs that train as long as the core and its carrier together?
     consistency: do independent distillations find the same core, what does a consensus cost, and is the rest more alike
-    beside a shared core? regime: where does a first core beat every control, confirmed with fresh seeds? all: every
+    beside a shared core? regime: where does a distilled core beat its controls, confirmed with fresh seeds? all: every
     question but worth.
 
     Each part and seed is a job of its own, and is kept as a small JSON file as it ends. The same command resumes where

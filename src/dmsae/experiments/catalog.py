@@ -62,9 +62,9 @@ PARTS = {
     "selection": Part(selection.run, ("ablated", "ablation_contexts")),
     "worth": Part(worth.run, ("random_cores", "measures")),
     "benchmark": Part(benchmark.run, ("max_rate", "benchmark_k_factors", "measures")),
-    "consistency": Part(consistency.run, ("max_rate", "token_factors", "members", "consensus", "repeats")),
-    "regime": Part(regime.run, ("max_rate", "regimes")),
-    "confirmation": Part(regime.confirm, ("max_rate", "regimes"), needs=("regime",)),
+    "consistency": Part(consistency.run, ("max_rate", "token_factors", "members", "consensus", "repeats"), version=2),
+    "regime": Part(regime.run, ("max_rate", "regimes"), version=2),
+    "confirmation": Part(regime.confirm, ("max_rate", "regimes"), needs=("regime",), version=2),
 }
 
 EXPERIMENTS = {
@@ -95,7 +95,7 @@ EXPERIMENTS = {
         ("consistency", "consensus"),
     ),
     "regime": Experiment(
-        "Where does a first core beat every control at matched L0, with fresh seeds?", ("regime", "confirmation")
+        "Where does a distilled core beat its controls at matched L0, with fresh seeds?", ("regime", "confirmation")
     ),
 }
 

@@ -2,11 +2,15 @@
 
 from functools import partial
 
+from dmsae.experiments.parts.regime import ANY, HOLDING
 from dmsae.experiments.statistics import (
     LAST,
     close,
+    confirmed_gain,
+    confirmed_margin,
     effect,
     found_again,
+    grows,
     longer_rows_decay,
     more_alike,
     negative,
@@ -44,20 +48,22 @@ _SCORES = {
     ("concept_removal", "tpp.20"): "perturbs a probe with less effect on others (TPP, unreliable)",
     ("lexical_predictability", "lexical_predictability"): "fires more predictably from tokens",
 }
-"""Scores by which the paper compares SAEs, as far as they are measured here."""
+"""Scores by which SAEs are compared."""
+_PAPER_SCORES = {("absorption", "fraction"), ("disentanglement", "score")}
+"""Those of them that the paper says improve."""
 
 _AGAINST_MSAE = tuple(
     Claim(
         f"An SAE with {core} {does} than a Matryoshka SAE of the same measured L0.",
-        whose,
+        PAPER if in_paper and (measure, figure) in _PAPER_SCORES else OURS,
         "benchmark",
         f"{measure}, {figure}: the difference (positive is better), mean over sparsities",
         partial(over_msae, method=method, measure=measure, figure=figure),
     )
-    for method, core, whose in (
-        ("dense", "the distilled dense core", PAPER),
-        ("sparse", "the distilled core in sparse mode", PAPER),
-        ("detector", "distilled detectors", OURS),
+    for method, core, in_paper in (
+        ("dense", "the distilled dense core", True),
+        ("sparse", "the distilled core in sparse mode", True),
+        ("detector", "distilled detectors", False),
     )
     for (measure, figure), does in _SCORES.items()
 )
@@ -130,9 +136,39 @@ _RULES = tuple(
     )
     for mode, kept in (("dense", "Kept dense"), ("sparse", "Kept in sparse mode"), ("detector", "As detectors"))
     if (part, mode) != ("uncapped", "detector")  # the part `capped` has these
-    for of_rule, rule in (("firing_rate", "firing rate"), ("random_subset", "chance"))
+    for of_rule, rule in (
+        ("firing_rate", "firing rate"),
+        ("mean_activation", "mean activation"),
+        ("random_subset", "chance"),
+    )
 )
 """What attribution buys over simpler rules, in every mode, before and after the cycles."""
+
+_REGIMES = tuple(
+    claim
+    for what, of_which in (
+        (ANY, "In the best regime of a search"),
+        (HOLDING, "In the best regime of a search whose cores hold a tenth of the attribution"),
+    )
+    for claim in (
+        Claim(
+            f"{of_which}, the distilled core costs less than those by firing rate, mean activation, chance and random "
+            "rows.",
+            OURS,
+            "confirmation",
+            "smallest price among those other cores less price of the core, on seeds outside the search",
+            partial(confirmed_margin, what=what),
+        ),
+        Claim(
+            f"{of_which}, an SAE with the core explains more than one that keeps nothing, at equal measured L0.",
+            OURS,
+            "confirmation",
+            "variance explained by the core's SAE less that of an unconstrained one",
+            partial(confirmed_gain, what=what),
+        ),
+    )
+)
+"""Where the search looks best, on seeds outside it."""
 
 _SHARED = tuple(
     Claim(
@@ -148,6 +184,12 @@ _SHARED = tuple(
         ("detectors of the first core", _NONE, "have none", "without"),
         ("a consensus", _NONE, "have none", "without"),
         ("distilled detectors", "the rest beside random detectors", "share random detectors", "beside random ones"),
+        (
+            "a distilled dense core",
+            "the rest beside random directions",
+            "share random directions",
+            "beside random ones",
+        ),
     )
     for are, measure, statistic in (
         ("agree more", found_again, "share of them that both SAEs have"),
@@ -156,8 +198,17 @@ _SHARED = tuple(
 )
 """Whether what is not frozen agrees more beside a core that SAEs share."""
 
+_by_judge = partial(over_msae, method="dense", measure="detection", figure="detection_balanced")
+
 CLAIMS = (
     *_AGAINST_MSAE,
+    Claim(
+        "By a judge's scores, an SAE with the distilled dense core is explained worse than a Matryoshka SAE.",
+        PAPER,
+        "benchmark",
+        "detection, detection_balanced: Matryoshka less core, at equal measured L0 (needs a judge, see `evaluate`)",
+        lambda figures: None if (gain := _by_judge(figures)) is None else -gain,
+    ),
     *_AGAINST_RANDOM,
     Claim(
         "A sparse core follows the dense one.",
@@ -307,6 +358,13 @@ CLAIMS = (
         lambda figures: price_saved(figures, "detector", "firing_rate-detector"),
     ),
     Claim(
+        "Attribution chooses better detectors than mean activation.",
+        OURS,
+        "capped",
+        "price of the core by mean activation less price of the core by attribution",
+        lambda figures: price_saved(figures, "detector", "mean_activation-detector"),
+    ),
+    Claim(
         "Attribution chooses better detectors than chance does from the same candidates.",
         OURS,
         "capped",
@@ -318,7 +376,14 @@ CLAIMS = (
         OURS,
         "selection",
         "share of all ablation effect in the preferred half, attribution less firing rate",
-        effect,
+        partial(effect, than="firing_rate"),
+    ),
+    Claim(
+        "The latents that attribution prefers matter more to the loss than those with the largest mean activation.",
+        OURS,
+        "selection",
+        "share of all ablation effect in the preferred half, attribution less mean activation",
+        partial(effect, than="mean_activation"),
     ),
     Claim(
         "Detectors persist across cycles, more than random detectors do.",
@@ -329,20 +394,7 @@ CLAIMS = (
     ),
     *_PRICES,
     *_RULES,
-    Claim(
-        "In the best regime of a search, attribution chooses a better core than firing rate, chance and random rows.",
-        OURS,
-        "confirmation",
-        "smallest price among those other cores less price of the core, on seeds outside the search",
-        lambda figures: figures["regimes"][0]["margin"],
-    ),
-    Claim(
-        "In that regime an SAE with the first core explains more than one that keeps nothing, at equal measured L0.",
-        OURS,
-        "confirmation",
-        "variance explained by the core's SAE less that of an unconstrained one",
-        lambda figures: negative(figures["regimes"][0], "price"),
-    ),
+    *_REGIMES,
     Claim(
         "First cores of independent runs agree more than random rows with the covariance of the activations.",
         OURS,
@@ -391,6 +443,30 @@ CLAIMS = (
         "consistency",
         "mean encoder and decoder cosine of matched latents, first core under a cap on firing rates less random rows",
         lambda figures: more_alike(figures, "first core, capped", "random rows"),
+    ),
+    Claim(
+        "Distilled dense cores of independent runs are more alike than random rows with the activations' covariance.",
+        OURS,
+        "consistency",
+        "mean encoder and decoder cosine of matched latents, distilled dense core less random rows",
+        lambda figures: more_alike(figures, "distilled, dense", "random rows for distilled, dense"),
+    ),
+    Claim(
+        "Distilled detectors of independent runs are more alike than random rows with the activations' covariance.",
+        OURS,
+        "consistency",
+        "mean encoder and decoder cosine of matched latents, distilled detectors less random rows",
+        lambda figures: more_alike(figures, "distilled, detector", "random rows for distilled, detector"),
+    ),
+    *(
+        Claim(
+            f"{what} of independent runs are more alike after longer training.",
+            OURS,
+            "consistency",
+            "mean encoder and decoder cosine of matched latents, longest training less shortest",
+            partial(grows, what=kind),
+        )
+        for what, kind in (("Prefix-0s", "prefix-0"), ("First cores", "first core, capped"))
     ),
     *_SHARED,
 )

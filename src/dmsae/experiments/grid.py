@@ -31,7 +31,7 @@ SEEDS = {preset: (0,) if preset is Preset.SMOKE else (0, 1, 2) for preset in Pre
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """Settings under which detectors are tried; factors are of what the recipe says."""
+    """Settings under which distilled cores are tried; factors are of what the recipe says."""
 
     name: str
     width_factor: float = 1.0
@@ -102,11 +102,12 @@ class Grid:
         Regime("wide prefix-0", prefix0_factor=4, coverage=0.5),
         Regime("smaller core, active positions", prefix0_factor=4, coverage=0.25, over="active"),
         Regime("longer", prefix0_factor=4, coverage=0.5, token_factor=1.5),
-        Regime("wider and sparser", prefix0_factor=4, coverage=0.5, width_factor=1.5, k_factor=0.5),
-        Regime("directions", prefix0_factor=4, coverage=0.25, k_factor=3, core_mode=CoreMode.DENSE),
+        Regime("wider and sparser", prefix0_factor=4, coverage=0.25, width_factor=1.5, k_factor=0.5),
+        Regime("dense", prefix0_factor=4, coverage=0.25, core_mode=CoreMode.DENSE),
+        Regime("in sparse mode", prefix0_factor=4, coverage=0.5, core_mode=CoreMode.SPARSE),
     )
     """What the part `regime` tries: a wide prefix-0, so that there is something to select, and some changes. What the
-    recipe itself gives is in the part `capped`. Directions fire often, so they need a larger k to fit in."""
+    recipe itself gives is in the part `prices`."""
     ablated: int = 32
     """Latents that are ablated, in the part `selection`."""
     ablation_contexts: int = 64

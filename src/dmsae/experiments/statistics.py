@@ -103,9 +103,10 @@ def close(figures: Json) -> float | None:
     return 0.01 - abs(at[1.0] - at[0.9]) if {0.9, 1.0} <= set(at) else None
 
 
-def effect(figures: Json) -> float | None:
+def effect(figures: Json, than: str) -> float | None:
+    """Return the share of all ablation effect in the half that attribution prefers, less that of another rule."""
     share = {one["rule"]: one["share_of_effect"] for one in figures["rules"]}
-    return float(share["attribution"] - share["firing_rate"])
+    return float(share["attribution"] - share[than])
 
 
 def found_again(figures: Json, what: str, than: str) -> float | None:
@@ -121,6 +122,33 @@ def more_alike(figures: Json, what: str, than: str) -> float | None:
         return None
     one, other = (fmean((pair["encoder_cosine"], pair["decoder_cosine"])) for pair in pairs)
     return one - other
+
+
+def grows(figures: Json, what: str) -> float | None:
+    """Return the mean cosine of matched latents of two independent runs after the longest training, less that after
+    the shortest."""
+    cosines = {
+        pair["tokens"]: fmean((pair["encoder_cosine"], pair["decoder_cosine"]))
+        for pair in figures["pairs"]
+        if pair["what"] == what
+    }
+    return cosines[max(cosines)] - cosines[min(cosines)] if len(cosines) > 1 else None
+
+
+def confirmed_margin(figures: Json, what: str) -> float | None:
+    """Return how much more the best control costs than the core, in the regime that a search found best of some."""
+    row = _confirmed(figures, what)
+    return None if row is None else row["margin"]
+
+
+def confirmed_gain(figures: Json, what: str) -> float | None:
+    """Return what the SAE with the core explains beyond one that keeps nothing, in that regime."""
+    return negative(_confirmed(figures, what), "price")
+
+
+def _confirmed(figures: Json, what: str) -> Json | None:
+    name = figures["chosen"].get(what)
+    return next((one for one in figures["regimes"] if one["regime"] == name), None)
 
 
 def _after_longest(figures: Json, what: str, than: str) -> tuple[Json, Json] | None:

@@ -10,7 +10,7 @@ from dmsae.distillation.config import DistillConfig
 from dmsae.errors import AttributionError
 from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Lab
-from dmsae.experiments.parts.capped import detectors
+from dmsae.experiments.pricing import detectors
 from dmsae.sae.sae import SAE
 from dmsae.seeds import derive_seed
 from dmsae.training.learner import SAESpec

@@ -2,10 +2,11 @@
 
 What each finds is matched one to one with what the other finds, by encoder and decoder rows together. A latent is found
 again when both its encoder and its decoder cosine exceed 0.7. Beside it stand the prefix-0 of the two SAEs, a
-consensus, and random rows with the covariance of the activations. Each seed is a pair of its own, and so independent.
+consensus, and for each core as many random rows with the covariance of the activations. Each seed is a pair of its own,
+and so independent.
 
-Then SAEs with different seeds are trained from each core of one run, from random detectors and from none: does what is
-not frozen agree more beside a core that they share?
+Then SAEs with different seeds are trained from each core of one run, from random ones and from none: does what is not
+frozen agree more beside a core that they share?
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,9 +30,9 @@ from dmsae.errors import AttributionError, TrainingError
 from dmsae.evaluation.assignment import match_rows
 from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Lab
-from dmsae.experiments.parts.capped import detectors, fitting
 from dmsae.experiments.parts.consensus import agreed
 from dmsae.experiments.parts.regime import FRESH
+from dmsae.experiments.pricing import detectors, fitting
 from dmsae.sae.config import CoreMode
 from dmsae.sae.sae import SAE
 from dmsae.seeds import derive_seed
@@ -73,25 +74,32 @@ def _at_first(lab: Lab, grid: Grid, config: DistillConfig) -> dict[str, Latents]
     """Return what cycle 0 finds, by name, and random rows in the place of its first core."""
     start = lab.start(config)
     first = lab.first_core(replace(config, max_rate=grid.max_rate))
-    core = latents(lab, start.sae, first.slots_C)
-    control = random_core(first, RandomKind.COVARIANCE_MATCHED, config.seed, lab.store)
     return {
         "prefix-0": latents(lab, start.sae, torch.arange(start.sae.config.prefixes[0])),
-        "first core, capped": core,
-        "random rows": Latents(control.encoder_CD, control.encoder_CD, None),
+        "first core, capped": latents(lab, start.sae, first.slots_C),
+        "random rows": _random_rows(lab, first, config.seed),
     }
 
 
 def _later(lab: Lab, grid: Grid, config: DistillConfig) -> dict[str, Latents]:
-    """Return what a distillation and a consensus find, by name."""
+    """Return what distillations and a consensus find, by name, and random rows in the place of each."""
     start, capped = lab.start(config), replace(config, max_rate=grid.max_rate)
     found = {}
     for mode, asked in ((CoreMode.DENSE, config), (CoreMode.DETECTOR, capped)):
         if done := _distilled(lab, asked, mode):
             found[f"distilled, {mode}"] = latents(lab, done.last_sae, done.distilled.slots_C)
+            found[f"random rows for distilled, {mode}"] = _random_rows(lab, done.distilled, config.seed)
     with suppress(AttributionError):  # they may agree on nothing
-        found["consensus"] = latents(lab, start.sae, agreed(lab, grid, capped).slots_C)
+        consensus = agreed(lab, grid, capped)
+        found["consensus"] = latents(lab, start.sae, consensus.slots_C)
+        found["random rows for consensus"] = _random_rows(lab, consensus, config.seed)
     return found
+
+
+def _random_rows(lab: Lab, like: Core, seed: int) -> Latents:
+    """Return as many random rows with the covariance of the activations as a core has latents."""
+    rows_CD = random_core(like, RandomKind.COVARIANCE_MATCHED, seed, lab.store).encoder_CD
+    return Latents(rows_CD, rows_CD, None)
 
 
 def _distilled(lab: Lab, config: DistillConfig, mode: CoreMode) -> Distillation | None:
@@ -174,8 +182,8 @@ class _Shared(NamedTuple):
 
 
 def _shared(lab: Lab, grid: Grid, config: DistillConfig) -> tuple[list[_Shared], Json]:
-    """Return the transfers of the cores that a run finds, as detectors beside random ones and none, and dense; and
-    which cores did not fit the budget."""
+    """Return the transfers of the cores that a run finds, as detectors beside random ones and none, and dense beside
+    random ones; and which cores did not fit the budget."""
     capped = replace(config, max_rate=grid.max_rate)
     chosen = replace(detectors(lab, config, "consistency"), random_cores=(), baselines=("msae",))
     cores = {"detectors of the first core": lab.first_core(capped)}
@@ -194,7 +202,9 @@ def _shared(lab: Lab, grid: Grid, config: DistillConfig) -> tuple[list[_Shared],
         shared.append(_Shared(chosen, fits[first], {str(i): fits[name] for i, name in enumerate(others)}, names))
     if done := _distilled(lab, config, CoreMode.DENSE):
         dense = replace(chosen, core_modes=(CoreMode.DENSE,), budget=Budget.NONCORE, baselines=())
-        shared.append(_Shared(dense, done.distilled, {}, {"dense-": _beside("a distilled dense core")}))
+        control = random_core(done.distilled, RandomKind.NORM_MATCHED, chosen.train.seed)
+        names = {"dense-": _beside("a distilled dense core"), "0-": _beside("random directions")}
+        shared.append(_Shared(dense, done.distilled, {"0": control}, names))
     return shared, left_out
 
 

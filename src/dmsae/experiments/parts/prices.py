@@ -7,16 +7,11 @@ cycle is in the parts `capped` and `uncapped`.
 """
 
 from dmsae.config import Json
-from dmsae.cores.attribution import Attribution
-from dmsae.cores.selection import distilled_core
-from dmsae.disk import layout
 from dmsae.experiments.grid import Grid
-from dmsae.experiments.lab import Followed, Lab
-from dmsae.experiments.parts.capped import Selected
+from dmsae.experiments.lab import Lab
 from dmsae.experiments.parts.cycles import selected
-from dmsae.experiments.parts.uncapped import priced
+from dmsae.experiments.pricing import priced, selected_after
 from dmsae.sae.config import CoreMode
-from dmsae.sae.sae import SAE
 
 _MODES = {CoreMode.DENSE: (CoreMode.DENSE, CoreMode.SPARSE), CoreMode.DETECTOR: (CoreMode.DETECTOR,)}
 """How the cores of each kind of distillation are kept."""
@@ -30,7 +25,7 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
         if found.failure:  # a cycle that fails is a result
             figures["failures"][str(config.core_mode)] = found.failure
         for cycles in grid.priced_cycles:
-            if (after := _after(found, cycles)) is None:
+            if (after := selected_after(found, cycles)) is None:
                 continue
             beginning = f"after-{cycles}-"
             for mode in _MODES[config.core_mode]:
@@ -38,12 +33,3 @@ def run(lab: Lab, grid: Grid, seed: int) -> Json:
                 figures["rows"] += [row | {"sae": beginning + row["sae"], "cycles": cycles} for row in rows]
                 figures["left_out"] |= {beginning + name: why for name, why in left_out.items()}
     return figures
-
-
-def _after(found: Followed, cycles: int) -> Selected | None:
-    """Return the core that a distillation of so many cycles gives; nothing if it is empty, or if a cycle failed."""
-    if cycles >= len(found.cores):
-        return None
-    here = layout.cycle_directory(found.directory, cycles)
-    core = distilled_core(found.cores[cycles], found.cores[cycles - 1])
-    return Selected(core, SAE.load(here / layout.SAE), Attribution.load(here)) if len(core) else None
