@@ -152,8 +152,7 @@ _REGIMES = tuple(
     )
     for claim in (
         Claim(
-            f"{of_which}, the distilled core costs less than those by firing rate, mean activation, chance and random "
-            "rows.",
+            f"{of_which}, the distilled core costs less than those by firing rate, chance and random rows.",
             OURS,
             "confirmation",
             "smallest price among those other cores less price of the core, on seeds outside the search",

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 
 from dmsae.cores.consensus import ConsensusConfig
 from dmsae.cores.controls import RandomKind, Rule
@@ -43,6 +44,10 @@ class Regime:
     over: str = "all"
     """Positions over which scores take their quantile: all, or active."""
     core_mode: CoreMode = CoreMode.DETECTOR
+
+
+_SEARCHED = partial(Regime, prefix0_factor=4, token_factor=2 / 3)
+"""A regime of the search: a wide prefix-0, and training that is short, because there are many SAEs to train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +104,12 @@ class Grid:
     repeats: int = 3
     """SAEs that are trained from each core with different seeds, in the part `consistency`."""
     regimes: tuple[Regime, ...] = (
-        Regime("wide prefix-0", prefix0_factor=4, coverage=0.5),
-        Regime("smaller core, active positions", prefix0_factor=4, coverage=0.25, over="active"),
-        Regime("longer", prefix0_factor=4, coverage=0.5, token_factor=1.5),
-        Regime("wider and sparser", prefix0_factor=4, coverage=0.25, width_factor=1.5, k_factor=0.5),
-        Regime("dense", prefix0_factor=4, coverage=0.25, core_mode=CoreMode.DENSE),
-        Regime("in sparse mode", prefix0_factor=4, coverage=0.5, core_mode=CoreMode.SPARSE),
+        _SEARCHED("wide prefix-0", coverage=0.5),
+        _SEARCHED("smaller core, active positions", coverage=0.25, over="active"),
+        _SEARCHED("longer", coverage=0.5, token_factor=1.0),
+        _SEARCHED("wider and sparser", coverage=0.25, width_factor=1.5, k_factor=0.5),
+        _SEARCHED("dense", coverage=0.25, core_mode=CoreMode.DENSE),
+        _SEARCHED("in sparse mode", coverage=0.5, core_mode=CoreMode.SPARSE),
     )
     """What the part `regime` tries: a wide prefix-0, so that there is something to select, and some changes. What the
     recipe itself gives is in the part `prices`."""

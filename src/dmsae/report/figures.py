@@ -161,8 +161,8 @@ CAPTIONS = {
     "consistency": "Latents that two independent runs both have (encoder and decoder cosine above 0.7), how alike "
     "matched latents are, and how alike they fire; a point for each seed. Bars: what independent firing at "
     "the same rates gives. Among more latents each finds a closer partner.",
-    "regime": "Where a first core beats every other core; a point for each seed. Fresh seeds took no part in the "
-    "choice; the text is the same.",
+    "regime": "Where a distilled core costs less than every other core; a point for each seed. Fresh seeds took no "
+    "part in the choice; the text is the same.",
     "selection": "Share of the ablation effect that falls on the half of the latents that a rule prefers; a point for "
     "each seed.",
 }

@@ -24,7 +24,7 @@ FRESH = 1000
 """Added to a seed for a confirmation."""
 MIN_SHARE = 0.1
 """Of the attribution of the last cycle: what a core must hold, in every seed, to be more than a handful of latents."""
-_RULES = (Rule.FIRING_RATE, Rule.MEAN_ACTIVATION, Rule.RANDOM_SUBSET)
+_RULES = (Rule.FIRING_RATE, Rule.RANDOM_SUBSET)
 ANY, HOLDING = "of all", "of those that hold enough"
 """Which regime was the best: of all, or of those whose cores hold `MIN_SHARE`."""
 
