@@ -12,7 +12,9 @@ from matplotlib.axes import Axes
 
 from dmsae.config import Json
 from dmsae.errors import CheckpointError
+from dmsae.evaluation.measures import MEASURES
 from dmsae.experiments.results import result_file
+from dmsae.report.comparisons import axis_label
 from dmsae.report.figures import FIGURES, draw
 from dmsae.report.price import priced
 from dmsae.report.style import COLOURS, panels, styled
@@ -178,8 +180,19 @@ def test_the_benchmark_has_a_panel_for_each_score_but_l0(results: Path) -> None:
     with styled():
         figure = FIGURES["benchmark"][1]([parts(seed)["benchmark"] | {"part": "benchmark"} for seed in (0, 1)])
     assert [axes.get_title() for axes in figure.axes if axes.axison] == ["fidelity"]
+    assert figure.axes[0].get_ylabel() == "variance explained"
     line = figure.axes[0].lines[0]
     assert np.asarray(line.get_xydata()) == pytest.approx(np.array([(4.5, 0.045), (8.5, 0.085)]))
+
+
+def test_an_axis_says_which_way_is_better() -> None:
+    labels = {
+        (name, score.figure): axis_label(name, score.figure) for name, one in MEASURES.items() for score in one.scores
+    }
+    assert len(set(labels.values())) == len(labels)
+    assert labels["splice", "kl"].endswith("(lower is better)")
+    assert "better" not in labels["fidelity", "fve"] + labels["fidelity", "l0"]
+    assert axis_label("gone", "of_old") == axis_label("fidelity", "of_old") == "of old"
 
 
 def test_a_failure_is_marked(results: Path) -> None:

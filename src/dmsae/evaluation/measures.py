@@ -23,12 +23,18 @@ class Score(NamedTuple):
 
     figure: str
     """Where it is in a result: the name of a field; dots lead into fields of fields, keys and places in lists."""
+    label: str
+    """What a figure's axis calls it, with its unit."""
     ceiling: float | str | None = None
     """What a perfect dictionary gets: a number, or where in the result it is. None: nothing is perfect."""
     null: str = ""
     """Where in the result the null of this figure is, if it has one of its own besides the null subjects."""
     better: Literal["higher", "lower", ""] = ""
     """Which way is better where there is no ceiling. Empty: neither, and no null is to beat."""
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.better == "lower" or self.ceiling == 0
 
 
 class Measure(NamedTuple):
@@ -57,14 +63,24 @@ MEASURES: dict[str, Measure] = {
         measure_fidelity,
         FidelityConfig,
         ("store",),
-        (Score("fve", ceiling=1.0), Score("fve_prefixes.0", ceiling=1.0), Score("cosine", ceiling=1.0), Score("l0")),
+        (
+            Score("fve", "variance explained", ceiling=1.0),
+            Score("fve_prefixes.0", "variance explained\nby the smallest prefix", ceiling=1.0),
+            Score("cosine", "cosine of x\nand reconstruction", ceiling=1.0),
+            Score("l0", "active latents per token"),
+        ),
     ),
     "activity": Measure(
         "how latents fire: L0 at inference and under BatchTopK, dead and always-on latents, firing rates",
         activity,
         ActivityConfig,
         ("store",),
-        (Score("l0.core"), Score("l0_batchtopk.total"), Score("share_dead"), Score("share_always_on")),
+        (
+            Score("l0.core", "active core latents\nper token"),
+            Score("l0_batchtopk.total", "active latents per token\nunder BatchTopK"),
+            Score("share_dead", "share of latents\nthat never fire"),
+            Score("share_always_on", "share of latents\nthat are always on"),
+        ),
         same_nulls=_SAME_CODES,
     ),
     "splice": Measure(
@@ -73,9 +89,9 @@ MEASURES: dict[str, Measure] = {
         SpliceConfig,
         ("store", "model", "cache"),
         (
-            Score("loss_recovered_zero", ceiling=1.0),
-            Score("loss_recovered_mean", ceiling=1.0),
-            Score("kl", ceiling=0.0),
+            Score("loss_recovered_zero", "loss recovered,\nagainst x set to zero", ceiling=1.0),
+            Score("loss_recovered_mean", "loss recovered,\nagainst x set to its mean", ceiling=1.0),
+            Score("kl", "KL of predictions (nats)", ceiling=0.0),
         ),
     ),
     "redundancy": Measure(
@@ -84,9 +100,11 @@ MEASURES: dict[str, Measure] = {
         RedundancyConfig,
         (),
         (
-            Score("mean_max_cosine", null="mean_max_cosine_null", better="lower"),
-            Score("share_above_07", better="lower"),
-            Score("meta_fve", better="lower"),
+            Score(
+                "mean_max_cosine", "mean largest cosine\nof decoder rows", null="mean_max_cosine_null", better="lower"
+            ),
+            Score("share_above_07", "share of decoder rows\nwith one above 0.7", better="lower"),
+            Score("meta_fve", "variance of them that\na meta-SAE explains", better="lower"),
         ),
         same_nulls=_SAME_DECODER,
     ),
@@ -95,7 +113,10 @@ MEASURES: dict[str, Measure] = {
         probing.measure,
         probing.ProbingConfig,
         ("model", "cache"),
-        tuple(Score(f"accuracy.{k}", ceiling="dense_accuracy") for k in (1, 2, 5, 20)),
+        tuple(
+            Score(f"accuracy.{k}", f"accuracy of a probe on\n{k} latent{'s' * (k > 1)}", ceiling="dense_accuracy")
+            for k in (1, 2, 5, 20)
+        ),
         same_nulls=_SAME_CODES,
         version=2,
     ),
@@ -104,7 +125,11 @@ MEASURES: dict[str, Measure] = {
         absorption.measure,
         absorption.AbsorptionConfig,
         ("model", "cache"),
-        (Score("full", ceiling=0.0), Score("fraction", ceiling=0.0), Score("fraction_v032", ceiling=0.0)),
+        (
+            Score("full", "full absorption\n(share of words)", ceiling=0.0),
+            Score("fraction", "absorption fraction", ceiling=0.0),
+            Score("fraction_v032", "fraction as defined up\nto SAEBench 0.3.2", ceiling=0.0),
+        ),
         version=2,
     ),
     "disentanglement": Measure(
@@ -112,7 +137,11 @@ MEASURES: dict[str, Measure] = {
         disentanglement.measure,
         disentanglement.DisentanglementConfig,
         ("model", "cache"),
-        (Score("score", ceiling=1.0), Score("cause", ceiling=1.0), Score("isolation", ceiling=1.0)),
+        (
+            Score("score", "disentanglement", ceiling=1.0),
+            Score("cause", "cause\n(share of pairs)", ceiling=1.0),
+            Score("isolation", "isolation\n(share of pairs)", ceiling=1.0),
+        ),
         version=2,
     ),
     "concept_removal": Measure(
@@ -120,7 +149,10 @@ MEASURES: dict[str, Measure] = {
         concept_removal.measure,
         concept_removal.ConceptRemovalConfig,
         ("model", "cache"),
-        (Score("scr.20", ceiling=1.0), Score("tpp.20", better="higher")),
+        (
+            Score("scr.20", "SCR, 20 latents", ceiling=1.0),
+            Score("tpp.20", "TPP, 20 latents", better="higher"),
+        ),
         version=3,
     ),
     "lexical_predictability": Measure(
@@ -128,7 +160,7 @@ MEASURES: dict[str, Measure] = {
         lexical.measure,
         lexical.LexicalConfig,
         ("store",),
-        (Score("lexical_predictability", ceiling=1.0, null="shuffled"),),
+        (Score("lexical_predictability", "lexical predictability", ceiling=1.0, null="shuffled"),),
         same_nulls=_SAME_CODES,
     ),
     "detection": Measure(
@@ -136,7 +168,10 @@ MEASURES: dict[str, Measure] = {
         detection.measure,
         detection.DetectionConfig,
         ("store", "model", "cache"),
-        (Score("detection", ceiling=1.0), Score("detection_balanced", ceiling=1.0)),
+        (
+            Score("detection", "detection accuracy", ceiling=1.0),
+            Score("detection_balanced", "detection accuracy,\nbalanced", ceiling=1.0),
+        ),
         same_nulls=_SAME_CODES,
         by_default=False,
     ),

@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from dmsae.config import Json
+from dmsae.evaluation.measures import MEASURES
 from dmsae.experiments.tables import with_like_nulls
 from dmsae.report.style import COLOURS, GREY, legend_below, panels
 
@@ -88,15 +89,24 @@ def benchmark(figures: Sequence[Json]) -> "Figure":
     """Return every score against the measured L0: DMSAEs, MSAE and BatchTopK, with random cores and the nulls."""
     scores = list(dict.fromkeys((row["measure"], row["figure"]) for one in figures for row in one["scores"]))
     shown = [score for score in scores if score not in (("fidelity", "l0"), ("activity", "l0_batchtopk.total"))]
-    figure, axes = panels(len(shown), columns=3, width=2.9, height=2.3)
+    figure, axes = panels(len(shown), columns=3, width=3.0, height=2.4)
     for axis, score in zip(axes, shown, strict=True):
         for name, series in METHODS.items():
             _curve(axis, figures, name, score, series)
         _nulls(axis, figures, score)
         axis.set_title(score[0].replace("_", " "))
-        axis.set_ylabel(score[1].replace("_", " "))
-        axis.set_xlabel("measured L0")
+        axis.set_ylabel(axis_label(*score))
+        axis.set_xlabel("measured L0 (per token)")
     return legend_below(figure, axes, columns=3)
+
+
+def axis_label(measure: str, figure: str) -> str:
+    """Return what a score is called, and whether it is better the lower it is."""
+    known = MEASURES[measure].scores if measure in MEASURES else ()
+    score = next((one for one in known if one.figure == figure), None)
+    if score is None:
+        return figure.replace("_", " ")
+    return score.label + ("\n(lower is better)" if score.lower_is_better else "")
 
 
 def _nulls(axis: "Axes", figures: Sequence[Json], score: tuple[str, str]) -> None:
@@ -108,7 +118,7 @@ def _nulls(axis: "Axes", figures: Sequence[Json], score: tuple[str, str]) -> Non
         points += [(l0[row["sae"]], row["null"]) for row in rows if None not in (row["null"], l0.get(row["sae"]))]
     if points:
         x, y = zip(*points, strict=True)
-        axis.scatter(x, y, color="black", marker=".", s=7, linewidths=0, label="null")
+        axis.scatter(x, y, color="black", marker="+", s=26, linewidths=0.9, label="null of MSAE")
 
 
 def _curve(axis: "Axes", figures: Sequence[Json], name: str, score: tuple[str, str], series: Series) -> None:

@@ -1,6 +1,7 @@
 """The figures of experiments, one function each; all that they read is the JSON of the parts."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
@@ -39,6 +40,9 @@ def core_evolution(figures: Sequence[Json]) -> "Figure":
         axis.set_title(f"{mode} core, {start} start")
         axis.set_xlabel("cycle")
         axis.set_ylabel("core latents")
+    for one, other in pairwise(axes):  # the same kind of core from both starts: one scale
+        if one.get_title().split()[0] == other.get_title().split()[0]:
+            one.sharey(other)
     return legend_below(figure, axes, 6, "first selected in cycle")
 
 
@@ -156,8 +160,8 @@ CAPTIONS = {
     "price": "What it costs to keep latents; a point for each SAE of each seed. Columns: how the core is frozen. "
     "Markers: what chose it. Colours: after how many cycles. Random controls (grey) and principal components hold "
     "no attribution.",
-    "benchmark": "Every score against the measured L0; a point for each seed, lines through their means. Small dots: "
-    "nulls of MSAE.",
+    "benchmark": "Every score against the measured L0; a point for each seed, lines through their means. Crosses: "
+    "nulls of MSAE, random encoders.",
     "consistency": "Latents that two independent runs both have (encoder and decoder cosine above 0.7), how alike "
     "matched latents are, and how alike they fire; a point for each seed. Bars: what independent firing at "
     "the same rates gives. Among more latents each finds a closer partner.",
