@@ -64,7 +64,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def broken(subjects: Sequence[Subject], config: ToyConfig, progress: Progress = SILENT) -> list[Toy]:
         raise StoreError("The toy is broken. Mend it.")
 
-    scores = (Score("size", ceiling="best"), Score("best"))
+    scores = (Score("size", "", ceiling="best"), Score("best", ""))
     monkeypatch.setitem(MEASURES, "toy", Measure("a toy", toy, ToyConfig, ("store",), scores))
     monkeypatch.setitem(MEASURES, "broken", Measure("a broken toy", broken, ToyConfig, (), scores))
     return calls
@@ -173,9 +173,9 @@ def test_the_null_of_a_figure_itself_is_one_to_beat(
     asked: list[list[str]], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = (
-        Score("size", 9.0, null="best"),
-        Score("size", null="best", better="lower"),
-        Score("size", better="higher"),
+        Score("size", "", 9.0, null="best"),
+        Score("size", "", null="best", better="lower"),
+        Score("size", "", better="higher"),
     )
     monkeypatch.setitem(MEASURES, "toy", MEASURES["toy"]._replace(scores=scores))
     near, low, high = run(store, tmp_path / "out").rows()

@@ -38,7 +38,7 @@ def test_the_model_reads_prompts_as_the_store_s_text(
         seen.append((model.prepend_bos, model.max_norm_ratio))
         return [Beginning(0.0) for _ in subjects]
 
-    monkeypatch.setitem(MEASURES, "look", Measure("", look, FidelityConfig, ("model",), (Score("with_bos"),)))
+    monkeypatch.setitem(MEASURES, "look", Measure("", look, FidelityConfig, ("model",), (Score("with_bos", ""),)))
     config = tiny_config()
     config = replace(config, tokens=replace(config.tokens, prepend_bos=wanted), max_norm_ratio=7.0)
     store = harvest(config, tmp_path / "stores")

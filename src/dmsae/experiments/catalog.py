@@ -61,7 +61,7 @@ PARTS = {
     "consensus": Part(consensus.run, ("max_rate", "members", "consensus")),
     "selection": Part(selection.run, ("ablated", "ablation_contexts")),
     "worth": Part(worth.run, ("random_cores", "measures")),
-    "benchmark": Part(benchmark.run, ("max_rate", "benchmark_k_factors", "measures")),
+    "benchmark": Part(benchmark.run, ("max_rate", "benchmark_k_factors", "measures"), version=2),
     "consistency": Part(consistency.run, ("max_rate", "token_factors", "members", "consensus", "repeats"), version=2),
     "regime": Part(regime.run, ("max_rate", "regimes"), version=2),
     "confirmation": Part(regime.confirm, ("max_rate", "regimes"), needs=("regime",), version=2),

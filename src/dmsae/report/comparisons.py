@@ -30,6 +30,7 @@ METHODS = {
     "msae": Series("MSAE", "msae", COLOURS[1], "s"),
     "batchtopk": Series("BatchTopK", "batchtopk", COLOURS[4], "^"),
     "random-norm_matched-dense": Series("random dense core", "", GREY, "x"),
+    "random-norm_matched-sparse": Series("random sparse core", "", GREY, "+"),
     "random-detector": Series("random detectors", "", GREY, "v"),
 }
 """SAEs of the benchmark, by their name without its k."""
@@ -118,7 +119,7 @@ def _nulls(axis: "Axes", figures: Sequence[Json], score: tuple[str, str]) -> Non
         points += [(l0[row["sae"]], row["null"]) for row in rows if None not in (row["null"], l0.get(row["sae"]))]
     if points:
         x, y = zip(*points, strict=True)
-        axis.scatter(x, y, color="black", marker="+", s=26, linewidths=0.9, label="null of MSAE")
+        axis.scatter(x, y, color="black", marker="*", s=22, linewidths=0.5, label="null of MSAE")
 
 
 def _curve(axis: "Axes", figures: Sequence[Json], name: str, score: tuple[str, str], series: Series) -> None:

@@ -160,7 +160,7 @@ CAPTIONS = {
     "price": "What it costs to keep latents; a point for each SAE of each seed. Columns: how the core is frozen. "
     "Markers: what chose it. Colours: after how many cycles. Random controls (grey) and principal components hold "
     "no attribution.",
-    "benchmark": "Every score against the measured L0; a point for each seed, lines through their means. Crosses: "
+    "benchmark": "Every score against the measured L0; a point for each seed, lines through their means. Stars: "
     "nulls of MSAE, random encoders.",
     "consistency": "Latents that two independent runs both have (encoder and decoder cosine above 0.7), how alike "
     "matched latents are, and how alike they fire; a point for each seed. Bars: what independent firing at "

@@ -1,7 +1,8 @@
 """SAEs from distilled cores at several sparsities, beside random cores, MSAE and BatchTopK: every measure against L0.
 
 All share data and seeds. Dense and sparse cores follow the paper (k counts the non-core latents); detectors are trained
-at a total L0 of k. What is compared is read at the measured L0. Random cores stand at the smallest and largest k.
+at a total L0 of k. What is compared is read at the measured L0. Random cores, in every mode, stand at the smallest and
+largest k.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from dmsae.experiments.grid import Grid, scaled
 from dmsae.experiments.lab import Lab
 from dmsae.sae.config import CoreMode
 from dmsae.training.result import TrainResult
+
+_PAPER_MODES = (CoreMode.DENSE, CoreMode.SPARSE)
 
 
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
@@ -45,15 +48,16 @@ def _scores(lab: Lab, grid: Grid, results: Sequence[TrainResult]) -> list[Json]:
 def _paper(lab: Lab, config: DistillConfig, core: Core, ks: tuple[int, ...]) -> list[TrainResult]:
     """Train SAEs with dense and sparse cores, and baselines; some at the L0 of dense cores, which lies far above k."""
     chosen = lab.transfer_config(config, "benchmark", k=ks)
-    dense = _beside_random(lab, replace(chosen, random_cores=(RandomKind.NORM_MATCHED,)), core)
-    others = replace(chosen, core_modes=(CoreMode.SPARSE,), baselines=("msae", "batchtopk"))
-    results = dense + lab.transfer(others, core)
+    beside = replace(chosen, random_cores=(RandomKind.NORM_MATCHED,))
+    dense, sparse = (_beside_random(lab, replace(beside, core_modes=(mode,)), core) for mode in _PAPER_MODES)
+    others = replace(chosen, core_modes=(), baselines=("msae", "batchtopk"))
+    results = dense + sparse + lab.transfer(others, core)
     # The L0 at inference misses k by a few per cent, so that the ends have to lie further out.
     lowest = below(min(ks))
     if lowest not in ks:
-        results += lab.transfer(replace(others, k=(lowest,), core_modes=(), baselines=("msae",)), core)
-    if reached := _around(lab, dense) - {*ks, lowest}:
-        results += lab.transfer(replace(others, k=tuple(sorted(reached)), baselines=("msae",)), core)
+        results += lab.transfer(replace(others, k=(lowest,), baselines=("msae",)), core)
+    if reached := tuple(sorted(_around(lab, dense) - {*ks, lowest})):
+        results += lab.transfer(replace(others, k=reached, core_modes=(CoreMode.SPARSE,), baselines=("msae",)), core)
     return results
 
 
