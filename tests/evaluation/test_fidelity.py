@@ -8,7 +8,7 @@ import torch
 from dmsae.activations.splits import Split
 from dmsae.activations.store import StoreWriter
 from dmsae.disk.layout import shard_file
-from dmsae.evaluation.fidelity import fidelity, kept_fidelity
+from dmsae.evaluation.fidelity import Half, fidelity, kept_fidelity
 from dmsae.sae.config import DenseCore, SAEConfig
 from dmsae.sae.sae import SAE
 from planted import REQUEST, planted_store
@@ -45,6 +45,23 @@ def test_the_whole_held_out_split_counts(tmp_path: Path) -> None:
     assert figures.n_tokens == len(x)
     expected = 1 - float(x.square().sum() / (x - x.mean(0)).square().sum())
     assert figures.fve_prefixes == pytest.approx([expected, expected], rel=1e-5)
+
+
+def test_halves_are_the_whole_and_kept_apart(tmp_path: Path) -> None:
+    store = planted_store(tmp_path / "store").store
+    sae = SAE.init(SAEConfig(d_model=store.d_model, width=32, k=4, prefixes=(8, 32)), torch.Generator().manual_seed(0))
+    sae.save(tmp_path / "sae")
+    x = store.heldout()
+    for half, rows in ((Half.FIRST, x[: len(x) // 2]), (Half.SECOND, x[len(x) // 2 :])):
+        figures = kept_fidelity(tmp_path / "sae", store, half=half)
+        assert figures is not None
+        assert figures.n_tokens == len(rows)
+        explained = 1 - (rows - sae(rows).detach()).square().sum() / (rows - rows.mean(0)).square().sum()
+        assert figures.fve == pytest.approx(float(explained), abs=1e-4)
+        assert kept_fidelity(tmp_path / "sae", store, half=half) == figures
+    whole = kept_fidelity(tmp_path / "sae", store)
+    assert whole is not None
+    assert whole.n_tokens == len(x)
 
 
 def test_figures_are_measured_once_for_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_what_a_part_could_not_do_is_shown_with_its_reason_and_seeds() -> None:
         found = {"rows": [], "left_out": left_out, "failures": failures, "regimes": regimes}
         return {"part": "prices", "seed": number, "figures": found}
 
-    empty: Json = {"n_core": None, "margin": None, "price": None}
+    empty: Json = {"n_core": None, "margins": {}, "price": None}
     regimes = [empty | {"regime": "wide", "note": "no room"}, empty | {"regime": "half", "left_out": {"a": "too many"}}]
     first, second = (
         seed(0, {}, {"dense": "NaN"}, []),

@@ -247,8 +247,23 @@ PLANTED: dict[str, Json] = {
     "confirmation": {
         "chosen": {ANY: "small", HOLDING: "large"},
         "regimes": [
-            {"regime": "small", "margin": 0.03, "price": -0.015},
-            {"regime": "large", "margin": 0.02, "price": -0.01},
+            {
+                "regime": "small",
+                "margins": {"firing_rate": 0.03, "mean_activation": 0.031, "random_subset": 0.032, "random": 0.033},
+                "price": -0.015,
+            },
+            {
+                "regime": "large",
+                "margins": {
+                    "firing_rate": 0.02,
+                    "mean_activation": 0.021,
+                    "random_subset": 0.022,
+                    "random-norm_matched": 0.023,
+                    "random-covariance_matched": 0.024,
+                    "principal_components": 0.025,
+                },
+                "price": -0.01,
+            },
         ],
     },
     "selection": {

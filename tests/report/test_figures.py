@@ -86,8 +86,8 @@ def parts(seed: int) -> dict[str, Json]:
         },
         "benchmark": {"rows": measured, "scores": scores},
         "consistency": {"pairs": pairs},
-        "regime": {"regimes": [{"regime": "wide", "margin": 0.01}, {"regime": "long", "margin": None}]},
-        "confirmation": {"regimes": [{"regime": "wide", "margin": 0.02}]},
+        "regime": {"regimes": [{"regime": "wide", "margins": {"random": 0.01}}, {"regime": "long", "margins": {}}]},
+        "confirmation": {"regimes": [{"regime": "wide", "margins": {"random": 0.02}}]},
         "selection": {"rules": rules, "ceiling": 0.9, "chance": 0.5},
     }
 

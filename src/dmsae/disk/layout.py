@@ -80,6 +80,11 @@ def assets_directory() -> Path:
     return cache_directory() / "assets"
 
 
+def fidelity(half: str | None = None) -> str:
+    """Return the name of the file with an SAE's held-out figures, or those on a half of the held-out activations."""
+    return f"fidelity-{half}.json" if half else FIDELITY
+
+
 def stores_directory() -> Path:
     """Return where stores live unless a root is given."""
     return cache_directory() / "stores"

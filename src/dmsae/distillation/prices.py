@@ -13,7 +13,7 @@ from dmsae.disk import layout
 from dmsae.distillation.inspection import sae_of
 from dmsae.distillation.matching import RESELECTED
 from dmsae.errors import CheckpointError, ConfigError, DmsaeError
-from dmsae.evaluation.fidelity import kept_fidelity
+from dmsae.evaluation.fidelity import Half, kept_fidelity
 from dmsae.evaluation.kept_loss import kept_losses
 from dmsae.evaluation.price import Point, Price, attribution_share, price, require_matched
 from dmsae.progress import SILENT, Progress
@@ -55,17 +55,19 @@ def prices(
     store: Store,
     known: Sequence[Held] = (),
     losses: Mapping[str, float] | None = None,
+    half: Half | None = None,
 ) -> list[Priced]:
     """Return the price of the core in every SAE that carries one; nothing when no unconstrained SAE stands beside them.
 
     `known` are cores whose share of the attribution is known; an SAE that carries one is told by its frozen rows.
-    `losses` are the next-token losses of the SAEs, by name (see `next_token_losses`).
+    `losses` are the next-token losses of the SAEs, by name (see `next_token_losses`). `half`: price them on a half of
+    the held-out activations.
     """
     finished = [result for result in results if result.state is TrainState.FINISHED]
     saes = {result.name: SAE.load(result.directory) for result in finished}
     points = {}
     for result in finished:
-        if (figures := kept_fidelity(result.directory, store)) is not None:
+        if (figures := kept_fidelity(result.directory, store, half=half)) is not None:
             points[result.name] = Point.of(figures, (losses or {}).get(result.name))
     free = {name: points[name] for name in points if not saes[name].config.core}
     if not any(_matches(saes[name].config, one.config) for name in free for one in saes.values()):

@@ -4,8 +4,9 @@ The figures of a trained SAE are measured once, over the whole held-out split, a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,13 @@ from dmsae.sae.variance import VarianceExplained
 
 _BATCH = 1024
 _REMEDY = "Remove it: it will be measured again."
+
+
+class Half(StrEnum):
+    """A half of the held-out activations. They are stored in reading order, so the other half is other text."""
+
+    FIRST = "first"
+    SECOND = "second"
 
 
 class Fidelity(NamedTuple):
@@ -63,8 +71,8 @@ class FidelityResult(NamedTuple):
 
 
 @torch.no_grad()
-def fidelity(sae: SAE, store: Store, progress: Progress = SILENT) -> Fidelity | None:
-    """Return the figures over all held-out activations of a store, or None when it holds none.
+def fidelity(sae: SAE, store: Store, progress: Progress = SILENT, half: Half | None = None) -> Fidelity | None:
+    """Return the figures over all held-out activations of a store, or a half of them; None when it holds none.
 
     >>> figures = dmsae.fidelity(dmsae.SAE.load(run / "cycle-0" / "sae"), store)
     >>> 0 < figures.fve_prefixes[0] < figures.fve < 1
@@ -72,13 +80,26 @@ def fidelity(sae: SAE, store: Store, progress: Progress = SILENT) -> Fidelity | 
     """
     reconstruction = _Reconstruction(sae)
     with progress.bar("held-out", store.n_rows(Split.HELDOUT), "tok") as bar:
-        for batch in store.batches(Split.HELDOUT, _BATCH):
-            reconstruction.add(batch["x"])
-            bar.advance(len(batch["x"]))
+        for x_BD in _heldout(store, half):
+            reconstruction.add(x_BD)
+            bar.advance(len(x_BD))
     if not reconstruction.n_tokens:
         return None
     figures = reconstruction.figures()
     return Fidelity(figures.n_tokens, figures.fve, figures.fve_prefixes, figures.l0_core, figures.l0_noncore)
+
+
+def _heldout(store: Store, half: Half | None) -> Iterator[Tensor]:
+    """Yield the held-out activations of a store, or a half of them, in batches."""
+    n_rows = store.n_rows(Split.HELDOUT)
+    low = n_rows // 2 if half is Half.SECOND else 0
+    high = n_rows // 2 if half is Half.FIRST else n_rows
+    start = 0
+    for batch in store.batches(Split.HELDOUT, _BATCH):
+        x_BD = batch["x"][max(low - start, 0) : max(high - start, 0)]
+        start += len(batch["x"])
+        if len(x_BD):
+            yield x_BD
 
 
 @torch.no_grad()
@@ -137,16 +158,20 @@ def _nested(dictionary: Dictionary, f_BK: Tensor) -> list[Tensor]:
 
 
 def kept_fidelity(
-    directory: Path, store: Store, device: torch.device | str = "cpu", progress: Progress = SILENT
+    directory: Path,
+    store: Store,
+    device: torch.device | str = "cpu",
+    progress: Progress = SILENT,
+    half: Half | None = None,
 ) -> Fidelity | None:
     """Return the held-out figures of the SAE in a directory: those kept beside it, or measured now and kept.
 
     None when the store holds no held-out activations, or the SAE is no longer finite.
     """
-    path = directory / layout.FIDELITY
+    path = directory / layout.fidelity(half)
     kept = _read(path)
     if kept.get("store") != store.key:
-        figures = fidelity(SAE.load(directory).to(device), store, progress)
+        figures = fidelity(SAE.load(directory).to(device), store, progress, half)
         usable = figures is not None and math.isfinite(figures.fve)
         kept = {"store": store.key, "root": str(store.path.parent.resolve())}
         kept |= {"figures": figures._asdict() if figures and usable else None}

@@ -62,9 +62,11 @@ PARTS = {
     "selection": Part(selection.run, ("ablated", "ablation_contexts")),
     "worth": Part(worth.run, ("random_cores", "measures")),
     "benchmark": Part(benchmark.run, ("max_rate", "benchmark_k_factors", "measures"), version=2),
-    "consistency": Part(consistency.run, ("max_rate", "token_factors", "members", "consensus", "repeats"), version=2),
-    "regime": Part(regime.run, ("max_rate", "regimes"), version=2),
-    "confirmation": Part(regime.confirm, ("max_rate", "regimes"), needs=("regime",), version=2),
+    "consistency": Part(consistency.run, ("max_rate", "token_factors", "members", "consensus", "repeats"), version=3),
+    "regime": Part(regime.run, ("max_rate", "regimes", "rules", "random_cores"), version=3),
+    "confirmation": Part(
+        regime.confirm, ("max_rate", "regimes", "rules", "random_cores"), needs=("regime",), version=3
+    ),
 }
 
 EXPERIMENTS = {

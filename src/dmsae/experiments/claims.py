@@ -12,10 +12,13 @@ from dmsae.experiments.statistics import (
     found_again,
     grows,
     longer_rows_decay,
+    loss_falls,
     more_alike,
     negative,
     over_control,
     over_msae,
+    over_msae_at_smallest,
+    over_random,
     peaks_inside,
     persists,
     price_saved,
@@ -67,6 +70,29 @@ _AGAINST_MSAE = tuple(
     )
     for (measure, figure), does in _SCORES.items()
 )
+
+_BEYOND_RANDOM = tuple(
+    Claim(
+        f"An SAE with {core} {does} than one with {control}.",
+        OURS,
+        "benchmark",
+        f"{measure}, {figure}: the difference (positive is better), each against Matryoshka SAEs of its own measured "
+        "L0, mean over the smallest and largest k",
+        partial(over_random, method=method, control=of_control, measure=measure, figure=figure),
+    )
+    for method, core, of_control, control in (
+        ("dense", "the distilled dense core", "random-norm_matched-dense", _DIRECTIONS),
+        (
+            "sparse",
+            "the distilled core in sparse mode",
+            "random-norm_matched-sparse",
+            f"{_DIRECTIONS} in that mode",
+        ),
+        ("detector", "distilled detectors", "random-detector", "random detectors of equal rates and means"),
+    )
+    for (measure, figure), does in _SCORES.items()
+)
+"""Whether what an SAE with a core scores is due to what was distilled."""
 
 _AGAINST_RANDOM = tuple(
     Claim(
@@ -144,6 +170,8 @@ _RULES = tuple(
 )
 """What attribution buys over simpler rules, in every mode, before and after the cycles."""
 
+_FRESH = "on seeds and held-out text outside the search"
+
 _REGIMES = tuple(
     claim
     for what, of_which in (
@@ -151,23 +179,33 @@ _REGIMES = tuple(
         (HOLDING, "In the best regime of a search whose cores hold a tenth of the attribution"),
     )
     for claim in (
-        Claim(
-            f"{of_which}, the distilled core costs less than those by firing rate, chance and random rows.",
-            OURS,
-            "confirmation",
-            "smallest price among those other cores less price of the core, on seeds outside the search",
-            partial(confirmed_margin, what=what),
+        *(
+            Claim(
+                f"{of_which}, the distilled core costs less than {control}.",
+                OURS,
+                "confirmation",
+                f"price of the other core less price of the core, {_FRESH}",
+                partial(confirmed_margin, what=what, controls=controls),
+            )
+            for control, controls in (
+                ("as many candidates of the last cycle chosen by firing rate", ("firing_rate",)),
+                ("as many candidates of the last cycle chosen by mean activation", ("mean_activation",)),
+                ("as many candidates of the last cycle chosen by chance", ("random_subset",)),
+                ("random rows of equal norms, or random detectors", ("random-norm_matched", "random")),
+                ("random rows with the covariance of the activations", ("random-covariance_matched",)),
+                (_COMPONENTS, ("principal_components",)),
+            )
         ),
         Claim(
             f"{of_which}, an SAE with the core explains more than one that keeps nothing, at equal measured L0.",
             OURS,
             "confirmation",
-            "variance explained by the core's SAE less that of an unconstrained one",
+            f"variance explained by the core's SAE less that of an unconstrained one, {_FRESH}",
             partial(confirmed_gain, what=what),
         ),
     )
 )
-"""Where the search looks best, on seeds outside it."""
+"""Where the search looks best, on seeds and text outside it."""
 
 _SHARED = tuple(
     Claim(
@@ -197,17 +235,18 @@ _SHARED = tuple(
 )
 """Whether what is not frozen agrees more beside a core that SAEs share."""
 
-_by_judge = partial(over_msae, method="dense", measure="detection", figure="detection_balanced")
+_by_judge = partial(over_msae_at_smallest, method="dense", measure="detection", figure="detection_balanced")
 
 CLAIMS = (
     *_AGAINST_MSAE,
     Claim(
-        "By a judge's scores, an SAE with the distilled dense core is explained worse than a Matryoshka SAE.",
+        "At the smallest k, a judge explains the latents of an SAE with the distilled dense core worse than an MSAE's.",
         PAPER,
         "benchmark",
-        "detection, detection_balanced: Matryoshka less core, at equal measured L0 (needs a judge, see `evaluate`)",
+        "detection, detection_balanced: Matryoshka less core, at equal measured L0 (no preset has a judge)",
         lambda figures: None if (gain := _by_judge(figures)) is None else -gain,
     ),
+    *_BEYOND_RANDOM,
     *_AGAINST_RANDOM,
     Claim(
         "A sparse core follows the dense one.",
@@ -217,22 +256,29 @@ CLAIMS = (
         sparse_follows,
     ),
     Claim(
-        "A distilled core stays in use while a random one of equal norms decays.",
+        "A distilled core stays in use while a randomly initialised one of equal size decays.",
         PAPER,
+        "random-core",
+        f"{_USE}; random rows have norm 1, as at initialisation",
+        lambda figures: stays_in_use(figures, "unit"),
+    ),
+    Claim(
+        "A distilled core stays in use while a random one of equal norms decays.",
+        OURS,
         "random-core",
         _USE,
         stays_in_use,
     ),
     Claim(
         "A distilled core stays in use while a random one of equal norms decays, at the largest k tried.",
-        PAPER,
+        OURS,
         "random-core",
         _USE,
         lambda figures: stays_at_largest(figures, "k"),
     ),
     Claim(
         "A distilled core stays in use while a random one of equal norms decays, in the longest training tried.",
-        PAPER,
+        OURS,
         "random-core",
         _USE,
         lambda figures: stays_at_largest(figures, "tokens"),
@@ -271,6 +317,13 @@ CLAIMS = (
         "tau",
         "rank correlation of τ and held-out variance explained (L0 rises with τ too)",
         rises,
+    ),
+    Claim(
+        "Reconstruction loss falls as τ rises, throughout training.",
+        PAPER,
+        "tau",
+        "minus the rank correlation of τ and reconstruction loss on training batches, mean over training",
+        loss_falls,
     ),
     Claim(
         "A coverage of 0.9 explains as much as one of 1.0.",
@@ -457,15 +510,34 @@ CLAIMS = (
         "mean encoder and decoder cosine of matched latents, distilled detectors less random rows",
         lambda figures: more_alike(figures, "distilled, detector", "random rows for distilled, detector"),
     ),
+    Claim(
+        "Consensus cores of independent runs are more alike than random rows with the activations' covariance.",
+        OURS,
+        "consistency",
+        "mean encoder and decoder cosine of matched latents, consensus less random rows",
+        lambda figures: more_alike(figures, "consensus", "random rows for consensus"),
+    ),
     *(
         Claim(
             f"{what} of independent runs are more alike after longer training.",
             OURS,
             "consistency",
-            "mean encoder and decoder cosine of matched latents, longest training less shortest",
-            partial(grows, what=kind),
+            f"mean encoder and decoder cosine of matched latents{beyond}, longest training less shortest",
+            partial(grows, what=kind, than=than),
         )
-        for what, kind in (("Prefix-0s", "prefix-0"), ("First cores", "first core, capped"))
+        for what, kind, beyond, than in (
+            ("Prefix-0s", "prefix-0", "", ""),
+            ("First cores", "first core, capped", " beyond that of random rows", "random rows"),
+            *(
+                (
+                    f"Distilled {what}",
+                    f"distilled, {mode}",
+                    " beyond that of random rows",
+                    f"random rows for distilled, {mode}",
+                )
+                for what, mode in (("dense cores", "dense"), ("detectors", "detector"))
+            ),
+        )
     ),
     *_SHARED,
 )

@@ -26,6 +26,9 @@ class Preset(StrEnum):
 RECIPES = {Preset.SMOKE: "smoke", Preset.SMALL: "demo", Preset.MEDIUM: "default", Preset.PAPER: "gemma-2-2b"}
 """Which recipe gives the sizes of a preset."""
 
+FRESH = 1000
+"""Added to a seed where a part needs another run, or one that took no part in a choice. Seeds given are below it."""
+
 SEEDS = {preset: (0,) if preset is Preset.SMOKE else (0, 1, 2) for preset in Preset}
 """Seeds of a preset, unless others are asked for."""
 
@@ -100,7 +103,7 @@ class Grid:
     )
     """What SAEs are evaluated by, in the parts `benchmark` and `worth`."""
     token_factors: tuple[float, ...] = (1.0, 2.0)
-    """Lengths of training in the part `consistency`: distillations after the first, cycle 0 alone after the others."""
+    """Lengths of training in the part `consistency`; SAEs that share a core train for the first of them."""
     repeats: int = 3
     """SAEs that are trained from each core with different seeds, in the part `consistency`."""
     regimes: tuple[Regime, ...] = (

@@ -21,11 +21,12 @@ from dmsae.disk import layout
 from dmsae.disk.files import canonical_hash, exclusive_lock
 from dmsae.distillation.config import Cycle0, DistillConfig
 from dmsae.distillation.distill import Distillation, distill
-from dmsae.distillation.outcome import CycleReport
+from dmsae.distillation.outcome import CycleFailed, CycleReport
 from dmsae.distillation.prices import Held
 from dmsae.distillation.transfer import TransferConfig, keep_fidelity, transfer
-from dmsae.errors import TrainingError
+from dmsae.errors import AttributionError, TrainingError
 from dmsae.evaluation.evaluate import EvaluateConfig, digest_of, evaluate
+from dmsae.evaluation.fidelity import Half
 from dmsae.evaluation.nulls import NullKind
 from dmsae.evaluation.price import attribution_share
 from dmsae.experiments.rows import rows_of
@@ -53,7 +54,8 @@ class Start(NamedTuple):
 class Followed(NamedTuple):
     """A distillation cycle by cycle, as far as it came."""
 
-    directory: Path
+    directory: Path | None
+    """None when cycle 0 failed."""
     cores: list[Core]
     reports: list[CycleReport]
     distilled: Core | None
@@ -87,6 +89,8 @@ class Lab:
         """
         train = replace(config.train, seed=derive_seed(config.seed, "cycle", 0))
         (result,) = self.train([SAESpec(layout.SAE, config.sae(self.store.d_model, 0))], train)
+        if result.state is not TrainState.FINISHED:
+            raise CycleFailed(0, f"{result.state} at step {result.step} ({result.cause})", "Try a smaller k or lr.")
         here = result.directory.parent
         scores = here / f"{layout.ATTRIBUTION}-{canonical_hash(to_dict(config.attribution))[:16]}"
         with self._held(here):
@@ -112,7 +116,10 @@ class Lab:
 
     def follow(self, config: DistillConfig) -> "Followed":
         """Run a distillation and return its cycles; if one fails, those before it and why."""
-        config, here = self._distillation(config)
+        try:
+            config, here = self._distillation(config)
+        except (TrainingError, AttributionError) as error:
+            return Followed(None, [], [], None, str(error))
         reports: list[CycleReport] = []
         failure, distilled = "", None
         with self._held(here):
@@ -152,9 +159,10 @@ class Lab:
         config: DistillConfig,
         known: Sequence[Held] = (),
         losses: bool | None = None,
+        half: Half | None = None,
     ) -> list[Json]:
         """Return the figures of trained SAEs; next-token losses as asked, by default where a core has a price."""
-        measured_by = (config.attribution, config.coverage, known, config.train.device, self._progress, losses)
+        measured_by = (config.attribution, config.coverage, known, config.train.device, self._progress, losses, half)
         with self._held(*(result.directory.parent for result in results)):
             rows = rows_of(results, self.store, *measured_by)
         return [row._asdict() for row in rows]

@@ -14,7 +14,7 @@ from dmsae.distillation.config import DistillConfig
 from dmsae.distillation.prices import Held
 from dmsae.distillation.transfer import Budget, TransferConfig, above, below, sae_specs
 from dmsae.errors import ConfigError
-from dmsae.evaluation.fidelity import kept_fidelity
+from dmsae.evaluation.fidelity import Half, kept_fidelity
 from dmsae.evaluation.price import attribution_share
 from dmsae.experiments.lab import Followed, Lab
 from dmsae.sae.config import CoreMode, core_first
@@ -24,6 +24,8 @@ from dmsae.training.result import TrainResult
 
 _PURPOSE = "capped"
 """Determines the seed of training: that of the part of this name, so that detectors can be compared."""
+_APART = (str(Rule.PRINCIPAL_COMPONENTS), f"random-{RandomKind.COVARIANCE_MATCHED}")
+"""How the names of SAEs begin whose cores may have an L0 far from that of the others."""
 
 
 class Selected(NamedTuple):
@@ -42,7 +44,7 @@ def first_selected(lab: Lab, config: DistillConfig) -> Selected:
 
 def selected_after(found: Followed, cycles: int) -> Selected | None:
     """Return the core that a distillation of so many cycles gives; nothing if it is empty, or if a cycle failed."""
-    if cycles >= len(found.cores):
+    if found.directory is None or cycles >= len(found.cores):
         return None
     here = layout.cycle_directory(found.directory, cycles)
     core = distilled_core(found.cores[cycles], found.cores[cycles - 1])
@@ -95,11 +97,18 @@ def fitting(lab: Lab, chosen: TransferConfig, cores: dict[str, Core]) -> tuple[d
 
 
 def priced(
-    lab: Lab, config: DistillConfig, mode: CoreMode, chosen: Selected, rules: Sequence[Rule]
+    lab: Lab,
+    config: DistillConfig,
+    mode: CoreMode,
+    chosen: Selected,
+    rules: Sequence[Rule],
+    random_cores: tuple[RandomKind, ...] = (RandomKind.NORM_MATCHED,),
+    half: Half | None = None,
 ) -> tuple[list[Json], Json]:
-    """Return the rows of a core in one mode beside other rules' cores, a random one and SAEs that keep nothing; and why
-    a rule could not choose as many latents, or left no room in the budget."""
-    transfer = replace(detectors(lab, config, _PURPOSE), core_modes=(mode,))
+    """Return the rows of a core in one mode beside other rules' cores, random ones and SAEs that keep nothing, measured
+    on all held-out activations or a half of them; and why a rule could not choose as many latents, or left no room in
+    the budget."""
+    transfer = replace(detectors(lab, config, _PURPOSE), core_modes=(mode,), random_cores=random_cores)
     if mode is CoreMode.DENSE:  # its own activity is known only after training
         transfer = replace(transfer, budget=Budget.NONCORE, baselines=())
     others, unable = by_rules(lab, config, rules, chosen)
@@ -111,7 +120,8 @@ def priced(
     if mode is CoreMode.DENSE:
         results += _around(lab, config, len(chosen.core), results)
     known = [Held(core, attribution_share(core, chosen.scores)) for core in (chosen.core, *beside.values())]
-    return [_named(row, config.k, mode) for row in lab.rows(results, config, known, losses=False)], left_out
+    rows = lab.rows(results, config, known, losses=False, half=half)
+    return [_named(row, config.k, mode) for row in rows], left_out
 
 
 def _named(row: Json, k: int, mode: CoreMode) -> Json:
@@ -135,14 +145,14 @@ def _around(lab: Lab, config: DistillConfig, n_core: int, results: Sequence[Trai
 def ks_around(l0s: Mapping[str, float]) -> dict[int, int]:
     """Return sparsities, numbered: 1 just below and 2 just above some measured L0s.
 
-    Principal components may fire much less or more often than other cores. What the others are compared with does not
-    depend on them. Below that range, 3 is just below their L0 and 4 just above; beyond it, 5 is just above and 6 just
-    below. 4 and 6 are left out where 1 and 2 are as close.
+    Principal components, and random rows with the covariance of the activations, may fire much less or more often than
+    other cores. What the others are compared with does not depend on them. Below that range, 3 is just below their L0
+    and 4 just above; beyond it, 5 is just above and 6 just below. 4 and 6 are left out where 1 and 2 are as close.
     """
-    components = [l0 for name, l0 in l0s.items() if name.startswith(Rule.PRINCIPAL_COMPONENTS)]
-    others = [l0 for name, l0 in l0s.items() if not name.startswith(Rule.PRINCIPAL_COMPONENTS)] or components
+    apart = [l0 for name, l0 in l0s.items() if name.startswith(_APART)]
+    others = [l0 for name, l0 in l0s.items() if not name.startswith(_APART)] or apart
     ks = {1: below(min(others)), 2: above(max(others))}
-    lowest, highest = min(components, default=ks[1]), max(components, default=ks[2])
+    lowest, highest = min(apart, default=ks[1]), max(apart, default=ks[2])
     if lowest < ks[1]:
         ks |= {3: below(lowest)} | ({4: above(lowest)} if above(lowest) < ks[1] else {})
     if highest > ks[2]:

@@ -12,7 +12,7 @@ from dmsae.cores.selection import select_core
 from dmsae.devices import training_device
 from dmsae.disk import layout
 from dmsae.distillation.prices import Held, held_share, next_token_losses, prices
-from dmsae.evaluation.fidelity import kept_fidelity
+from dmsae.evaluation.fidelity import Half, kept_fidelity
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.sae import SAE
 from dmsae.training.result import TrainResult
@@ -60,18 +60,19 @@ def rows_of(
     device: str = "auto",
     progress: Progress = SILENT,
     losses: bool | None = None,
+    half: Half | None = None,
 ) -> list[Row]:
     """Return the rows of the SAEs of a transfer, in order.
 
     `losses`: whether to run the model for next-token losses, which take as long as a short training. None: where there
-    is a price.
+    is a price. `half`: measure SAEs on a half of the held-out activations.
     """
     measured = bool(prices(results, store)) if losses is None else losses
     in_nats = next_token_losses(results, store, device, progress) if measured else {}
-    priced = dict(prices(results, store, known, in_nats))
+    priced = dict(prices(results, store, known, in_nats, half))
     rows = []
     for result in results:
-        figures, sae = kept_fidelity(result.directory, store), SAE.load(result.directory)
+        figures, sae = kept_fidelity(result.directory, store, half=half), SAE.load(result.directory)
         n_core, price = sae.config.n_core, priced.get(result.name)
         again = _selected_again(result.directory, sae, store, config, coverage, device) if n_core and figures else None
         rows.append(

@@ -9,6 +9,8 @@ from dmsae.config import Json
 from dmsae.cores.ranking import spearman
 from dmsae.evaluation.price import NEAR, interpolated
 
+_ALIKE = 0.05
+"""By what share of it the measured L0 of a control may differ from that of the core that it is compared with."""
 LAST = "after-last-"
 """How the name of an SAE begins that carries a core from after the largest number of cycles, whatever that is."""
 
@@ -39,11 +41,14 @@ def price_saved(figures: Json, core: str, control: str) -> float | None:
 
 
 def persists(figures: Json, mode: str) -> float | None:
-    """Return the share of the first core in the last, from a selected start less from a random one."""
+    """Return the share of the first core in the last, from a selected start less from a random one.
+
+    None if either did not run all of its cycles: the fewer cycles, the more of the first core is left.
+    """
     shares = {}
     for start in ("selected", "random"):
         cycles = [cycle for cycle in figures["cycles"] if cycle["run"] == f"{mode}-{start}"]
-        if not cycles or not cycles[0]["size"]:
+        if not cycles or not cycles[0]["size"] or f"{mode}-{start}" in figures.get("failures", ()):
             return None
         shares[start] = cycles[-1]["of_first"] / cycles[0]["size"]
     return float(shares["selected"] - shares["random"])
@@ -58,10 +63,11 @@ def _activity_kept(figures: Json, source: str, norm: object, at: Json) -> float 
     return activity[-1] / activity[0] if len(activity) > 1 and activity[0] else None
 
 
-def stays_in_use(figures: Json, **at: int) -> float | None:
-    """Return how much of its first activity a core keeps, less what a random one of equal norms keeps; or what the
-    random one loses, or what the core keeps beyond a half, if that is less: one decays, the other stays."""
-    own, random = (_activity_kept(figures, source, "found", at) for source in ("dense", "random-norm_matched-dense"))
+def stays_in_use(figures: Json, random_norm: str = "found", **at: int) -> float | None:
+    """Return how much of its first activity a core keeps, less what a random one keeps, by default of equal norms; or
+    what the random one loses, or what the core keeps beyond a half, if that is less: one decays, the other stays."""
+    own = _activity_kept(figures, "dense", "found", at)
+    random = _activity_kept(figures, "random-norm_matched-dense", random_norm, at)
     return min(own - random, 1 - random, own - 0.5) if own is not None and random is not None else None
 
 
@@ -98,6 +104,17 @@ def rises(figures: Json) -> float | None:
     return spearman(coverages, explained) if len(rows) > 2 else None
 
 
+def loss_falls(figures: Json) -> float | None:
+    """Return minus the rank correlation of τ and reconstruction loss, mean over the steps that were kept."""
+    curves = {float(tau): curve["loss"] for tau, curve in figures["curves"].items()}
+    length = min(map(len, curves.values()), default=0)
+    if len(curves) < 3 or not length:
+        return None
+    coverages = torch.tensor(list(curves))
+    losses = [torch.tensor([curve[i] for curve in curves.values()]) for i in range(length)]
+    return -fmean(spearman(coverages, at_step) for at_step in losses)
+
+
 def close(figures: Json) -> float | None:
     at = {row["coverage"]: row["fve"] for row in figures["rows"] if row["fve"] is not None}
     return 0.01 - abs(at[1.0] - at[0.9]) if {0.9, 1.0} <= set(at) else None
@@ -124,21 +141,27 @@ def more_alike(figures: Json, what: str, than: str) -> float | None:
     return one - other
 
 
-def grows(figures: Json, what: str) -> float | None:
+def grows(figures: Json, what: str, than: str = "") -> float | None:
     """Return the mean cosine of matched latents of two independent runs after the longest training, less that after
-    the shortest."""
-    cosines = {
-        pair["tokens"]: fmean((pair["encoder_cosine"], pair["decoder_cosine"]))
-        for pair in figures["pairs"]
-        if pair["what"] == what
-    }
-    return cosines[max(cosines)] - cosines[min(cosines)] if len(cosines) > 1 else None
+    the shortest; each beyond that of as many random rows, if their number may differ."""
+    cosines, chance = (_cosines(figures, kind) for kind in (what, than))
+    if len(cosines) < 2 or (than and not set(cosines) <= set(chance)):
+        return None
+    longest, shortest = (cosines[tokens] - chance.get(tokens, 0.0) for tokens in (max(cosines), min(cosines)))
+    return longest - shortest
 
 
-def confirmed_margin(figures: Json, what: str) -> float | None:
-    """Return how much more the best control costs than the core, in the regime that a search found best of some."""
-    row = _confirmed(figures, what)
-    return None if row is None else row["margin"]
+def _cosines(figures: Json, what: str) -> dict[int, float]:
+    """Return the mean cosine of matched latents of one kind, by length of training."""
+    pairs = [pair for pair in figures["pairs"] if pair["what"] == what]
+    return {pair["tokens"]: fmean((pair["encoder_cosine"], pair["decoder_cosine"])) for pair in pairs}
+
+
+def confirmed_margin(figures: Json, what: str, controls: tuple[str, ...]) -> float | None:
+    """Return how much more a control costs than the core, in the regime that a search found best of some; the first of
+    some controls that the regime has."""
+    margins = (_confirmed(figures, what) or {}).get("margins", {})
+    return next((float(margins[control]) for control in controls if control in margins), None)
 
 
 def confirmed_gain(figures: Json, what: str) -> float | None:
@@ -173,10 +196,35 @@ def over_msae(figures: Json, method: str, measure: str, figure: str) -> float | 
     return _sign(figures, measure, figure) * fmean(gaps) if gaps and len(gaps) == len(inside) else None
 
 
+def over_msae_at_smallest(figures: Json, method: str, measure: str, figure: str) -> float | None:
+    """Return the same at the smallest sparsity of a method alone."""
+    smallest = min((point.k for point in _curve(figures, method, measure, figure)), default=0)
+    others = {f"{method}-k{point.k}" for point in _curve(figures, method, measure, figure) if point.k != smallest}
+    scores = [row for row in figures["scores"] if row["sae"] not in others]
+    return over_msae({**figures, "scores": scores}, method, measure, figure)
+
+
 def over_control(figures: Json, core: str, control: str, measure: str, figure: str) -> float | None:
-    """Return how much better a score of a core's SAE is than that of its control, whose measured L0 is nearly equal."""
+    """Return how much better a score of a core's SAE is than that of its control; None unless their measured L0s are
+    nearly equal."""
     ours, theirs = (_curve(figures, name, measure, figure) for name in (core, control))
-    return _sign(figures, measure, figure) * (ours[0].score - theirs[0].score) if ours and theirs else None
+    if not ours or not theirs or abs(ours[0].l0 - theirs[0].l0) > _ALIKE * ours[0].l0:
+        return None
+    return _sign(figures, measure, figure) * (ours[0].score - theirs[0].score)
+
+
+def over_random(figures: Json, method: str, control: str, measure: str, figure: str) -> float | None:
+    """Return how much better a score of a core's SAEs is than that of its control's, each less that of Matryoshka SAEs
+    of its own measured L0, mean over the sparsities that the control has. None unless all of these can be compared."""
+    ours, theirs, free = (_curve(figures, name, measure, figure) for name in (method, control, "msae"))
+    others = {point.k: point for point in theirs}
+    pairs = [(point, others[point.k]) for point in ours if point.k in others]
+    gaps = [
+        (one.score - at_one[0]) - (other.score - at_other[0])
+        for one, other in pairs
+        if (at_one := _at(free, one.l0)) and (at_other := _at(free, other.l0))
+    ]
+    return _sign(figures, measure, figure) * fmean(gaps) if gaps and len(gaps) == len(others) else None
 
 
 def _sign(figures: Json, measure: str, figure: str) -> int:

@@ -5,11 +5,12 @@ from functools import partial
 from pathlib import Path
 
 from dmsae.activations.store import open_store
+from dmsae.config import require
 from dmsae.distillation.config import DistillConfig
 from dmsae.experiments.catalog import PARTS, settings_of
-from dmsae.experiments.grid import Grid
+from dmsae.experiments.grid import FRESH, Grid
 from dmsae.experiments.lab import Lab
-from dmsae.experiments.results import kept_or_run, kept_result
+from dmsae.experiments.results import kept_or_run, kept_result, part_results
 from dmsae.progress import SILENT, Progress
 from dmsae.sweeps.job import Job
 
@@ -21,6 +22,8 @@ def part_jobs(
 
     All seeds of a part come before the next part: seeds share no runs, parts of one seed do, and would wait.
     """
+    remedy = f"Seeds from {FRESH} on are those of second runs and confirmations."
+    require(all(0 <= seed < FRESH for seed in seeds), "seeds", list(seeds), f"lie in 0 … {FRESH - 1}", remedy)
     return [
         Job(
             name=_name(part, seed),
@@ -39,6 +42,9 @@ def run_part(
 ) -> None:
     """Run a part for one seed, in any process that can open the store, and keep what it finds."""
     lab = Lab(open_store(store), base, directory, progress)
+    for needed in PARTS[part].needs:  # what another part found has to be of the same settings, for every seed
+        for kept in part_results(lab.results, needed):
+            kept_result(lab.results, needed, kept["seed"], settings_of(needed, lab, grid))
     work = partial(PARTS[part].run, lab, grid, seed)
     kept_or_run(lab.results, part, seed, settings_of(part, lab, grid), work)
 

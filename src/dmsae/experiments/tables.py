@@ -24,6 +24,17 @@ COLUMNS = {
 }
 """The figures of an SAE that are shown: heading, and digits after the point. What a reader asks first comes first."""
 
+CONTROLS = {
+    "firing_rate": "by firing rate",
+    "mean_activation": "by mean activation",
+    "random_subset": "by chance",
+    "principal_components": "principal components",
+    "random": "random detectors",
+    "random-norm_matched": "random rows",
+    "random-covariance_matched": "random rows, covariance-matched",
+}
+"""What the controls of a regime are called."""
+
 
 class TextTable(NamedTuple):
     """A table of text."""
@@ -101,11 +112,12 @@ def _rules(figures: Sequence[Json]) -> TextTable:
 
 
 def _regimes(figures: Sequence[Json]) -> TextTable:
-    """Return a row for each regime: what detectors cost there, and their margin over the best control."""
-    columns = {"n_core": 0, "price": 4, "margin": 4}
-    tried = [one for found in figures for one in found.get("regimes", ())]
-    rows = _grouped(tried, ("regime",), columns)
-    return TextTable(": regimes", ["regime", "core", "price", "margin over the best other core"], rows)
+    """Return a row for each regime: what its core costs, and how much more each control does."""
+    tried = [one | one["margins"] for found in figures for one in found.get("regimes", ())]
+    controls = list(dict.fromkeys(control for one in tried for control in one["margins"]))
+    rows = _grouped(tried, ("regime",), {"n_core": 0, "price": 4, **dict.fromkeys(controls, 4)})
+    more = [f"{CONTROLS[control]} more" for control in controls]
+    return TextTable(": regimes", ["regime", "core", "price", *more], rows)
 
 
 def _pairs(figures: Sequence[Json]) -> TextTable:

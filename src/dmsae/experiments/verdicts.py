@@ -1,7 +1,8 @@
 """Claims, each as a check on the figures of experiments: a statistic for every seed, an interval, and what it says.
 
 Nothing here is written by hand: a claim holds when the whole 95 % interval of its statistic lies on the right side of
-the null, and does not hold when it lies on the wrong one. With fewer than three seeds nothing can be told.
+the null, and does not hold when it lies on the wrong one. With fewer than three seeds nothing can be told, nor if the
+figures of a seed do not give the statistic.
 """
 
 import math
@@ -72,8 +73,8 @@ def judge(claim: Claim, results: Sequence[Json]) -> Verdict:
     estimate, low, high = interval(values)
     if not values:
         outcome = Outcome.UNTESTED
-    elif len(values) < _MIN_SEEDS or low is None or high is None:
-        outcome = Outcome.OPEN
+    elif len(values) < max(_MIN_SEEDS, len(measured)) or low is None or high is None:
+        outcome = Outcome.OPEN  # seeds that did not give the statistic may be those that it failed in
     else:
         outcome = Outcome.HOLDS if low > claim.null else Outcome.FAILS if high < claim.null else Outcome.OPEN
     about = (claim.text, claim.whose, outcome, claim.statistic, claim.null)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dmsae.config import Json
 from dmsae.evaluation.measures import MEASURES
-from dmsae.experiments.tables import with_like_nulls
+from dmsae.experiments.tables import CONTROLS, with_like_nulls
 from dmsae.report.style import COLOURS, GREY, legend_below, panels
 
 if TYPE_CHECKING:
@@ -175,22 +175,32 @@ _ALIKE: tuple[tuple[str, Callable[[Json], float | None], str], ...] = (
 
 
 def regime(figures: Sequence[Json]) -> "Figure":
-    """Return the margin of the core over the best other core in every regime, in the search and when confirmed."""
+    """Return how much more each control costs than the core in every regime, in the search and when confirmed."""
     all_tried = [one for found in figures for one in found["regimes"]]
     names = list(dict.fromkeys(one["regime"] for one in all_tried))
-    figure, (axis,) = panels(1, columns=1, width=6.0, height=0.4 * len(names) + 1.4)
-    for i, (part, label) in enumerate((("regime", "search"), ("confirmation", "fresh seeds"))):
+    controls = list(dict.fromkeys(control for one in all_tried for control in one["margins"]))
+    figure, axes = panels(2, columns=2, width=4.4, height=0.7 * len(names) + 1.4)
+    for axis, part, title in zip(axes, ("regime", "confirmation"), ("search", "fresh seeds, other text"), strict=True):
         tried = [one for found in figures if found["part"] == part for one in found["regimes"]]
-        known = [(one["margin"], names.index(one["regime"])) for one in tried if one["margin"] is not None]
-        if known:
-            x, y = zip(*known, strict=True)
-            axis.scatter(x, [place + 0.15 * i for place in y], color=COLOURS[i], s=26, label=label)
-    axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(names)), [f"{name}{_sizes(name, all_tried)}" for name in names])
-    axis.invert_yaxis()
-    axis.set_xlabel("price of the best other core less that of the core\n(above 0 the core wins)")
-    axis.set_ylabel("regime")
-    return legend_below(figure, [axis], columns=2)
+        for i, control in enumerate(controls):
+            known = [
+                (one["margins"][control], names.index(one["regime"])) for one in tried if control in one["margins"]
+            ]
+            if known:
+                x, y = zip(*known, strict=True)
+                places = [place + 0.1 * (i - (len(controls) - 1) / 2) for place in y]
+                axis.scatter(x, places, color=COLOURS[i % len(COLOURS)], s=18, label=CONTROLS.get(control, control))
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set_xscale("symlog", linthresh=0.005)
+        axis.set_yticks(range(len(names)), [f"{name}{_sizes(name, all_tried)}" for name in names])
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.set_title(title)
+        axis.set_xlabel(
+            "price of another core less that of the core\n(above 0 the core wins; logarithmic beyond ± 0.005)"
+        )
+        axis.set_ylabel("regime")
+    axes[1].set_yticklabels([])
+    return legend_below(figure, axes, columns=3)
 
 
 def _sizes(name: str, tried: Sequence[Json]) -> str:

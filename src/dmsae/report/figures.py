@@ -86,7 +86,13 @@ def coverage(figures: Sequence[Json]) -> "Figure":
     for axis, name, label in zip(axes, ("loss", "fve"), ("reconstruction loss", "variance explained"), strict=True):
         for i, tau in enumerate(values):
             curves = [one["curves"][tau] for one in figures]
-            band(axis, curves[0]["step"], [one[name] for one in curves], COLOURS[i % len(COLOURS)], f"τ = {tau}")
+            band(
+                axis,
+                max((one["step"] for one in curves), key=len),
+                [one[name] for one in curves],
+                COLOURS[i % len(COLOURS)],
+                f"τ = {tau}",
+            )
         axis.set_xlabel("training step")
         axis.set_ylabel(f"{label} (training batch)")
     axes[0].set_yscale("log")
@@ -165,8 +171,9 @@ CAPTIONS = {
     "consistency": "Latents that two independent runs both have (encoder and decoder cosine above 0.7), how alike "
     "matched latents are, and how alike they fire; a point for each seed. Bars: what independent firing at "
     "the same rates gives. Among more latents each finds a closer partner.",
-    "regime": "Where a distilled core costs less than every other core; a point for each seed. Fresh seeds took no "
-    "part in the choice; the text is the same.",
+    "regime": "Where a distilled core costs less than others: as many candidates chosen in other ways, random rows, "
+    "and for rows that are not detectors principal components; a point for each seed. Fresh seeds took no part in the "
+    "choice, and are measured on the other half of the held-out text.",
     "selection": "Share of the ablation effect that falls on the half of the latents that a rule prefers; a point for "
     "each seed.",
 }

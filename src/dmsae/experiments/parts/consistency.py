@@ -28,10 +28,9 @@ from dmsae.distillation.distill import Distillation
 from dmsae.distillation.transfer import Budget, TransferConfig
 from dmsae.errors import AttributionError, TrainingError
 from dmsae.evaluation.assignment import match_rows
-from dmsae.experiments.grid import Grid
+from dmsae.experiments.grid import FRESH, Grid
 from dmsae.experiments.lab import Lab
 from dmsae.experiments.parts.consensus import agreed
-from dmsae.experiments.parts.regime import FRESH
 from dmsae.experiments.pricing import detectors, fitting
 from dmsae.sae.config import CoreMode
 from dmsae.sae.sae import SAE
@@ -52,18 +51,18 @@ class Latents(NamedTuple):
 
 
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
-    """Return how much two independent distillations agree on; after longer trainings only what cycle 0 finds."""
+    """Return how much two independent distillations agree on, after each length of training; and how much the rest of
+    SAEs does that share a core."""
     pairs: list[Json] = []
     left_out: Json = {}
     for factor in grid.token_factors:
         base = replace(lab.base, train=replace(lab.base.train, tokens=round(lab.base.train.tokens * factor)))
-        as_given = factor == grid.token_factors[0]
         one, other = (
-            _at_first(lab, grid, config) | (_later(lab, grid, config) if as_given else {})
+            _at_first(lab, grid, config) | _later(lab, grid, config)
             for config in (replace(base, seed=seed), replace(base, seed=seed + FRESH))
         )
         alike = {name: compare(one[name], other[name]) for name in one if name in other}
-        if as_given:
+        if factor == grid.token_factors[0]:
             rest, left_out = _rest(lab, grid, replace(base, seed=seed))
             alike |= rest
         pairs += [{"what": name, "tokens": base.train.tokens, **figures} for name, figures in alike.items()]
