@@ -9,12 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dmsae.cli import main
 from dmsae.config import Json
 from dmsae.errors import CheckpointError
+from dmsae.experiments.catalog import current_results
 from dmsae.experiments.results import (
     Spread,
     aligned,
     kept_or_run,
+    made_with,
     over_seeds,
     pack,
     read_results,
@@ -128,3 +131,28 @@ def test_damaged_results_are_named(tmp_path: Path) -> None:
     result_file(tmp_path, "paper", 0).write_text("[]")
     with pytest.raises(CheckpointError, match=r"paper-seed-0.json is not the result of an experiment"):
         read_results(tmp_path)
+
+
+def test_results_of_an_earlier_version_of_a_part_are_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What they hold may have another shape: statistics and tables of today would fail on it, or misread it."""
+    old = {"part": "confirmation", "seed": 0, "settings": {"version": 2}, "figures": {"chosen": "wide", "regimes": []}}
+    gone = {"part": "gone", "seed": 0, "settings": {}, "figures": {}}
+    for one in (old, gone):
+        result_file(tmp_path, one["part"], 0).write_text(json.dumps(one))
+    with pytest.raises(CheckpointError, match=r"confirmation-seed-0.json, gone-seed-0.json\. Remove them"):
+        current_results(tmp_path)
+    now = {"part": "tau", "seed": 0, "settings": {}, "figures": {"rows": [], "curves": {}}}
+    result_file(tmp_path, "tau", 0).write_text(json.dumps(now))
+    found = current_results(tmp_path)
+    assert [one["part"] for one in found.current] == ["tau"]
+    for command in ("show", "verdicts"):
+        main(["experiment", command, str(tmp_path)])
+        assert "confirmation-seed-0.json, gone-seed-0.json" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_made_results_is_counted() -> None:
+    here = {"dmsae": "1", "torch": "2", "threads": 1, "cores": 2, "cpu": "AVX2"}
+    said = made_with([here, here, {"dmsae": "1"}])
+    assert said.startswith("Made with dmsae 1, torch 2, threads 1, cores 2, cpu AVX2 (2 files); dmsae 1, torch not")

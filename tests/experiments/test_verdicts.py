@@ -11,7 +11,7 @@ from dmsae.config import Json
 from dmsae.experiments.catalog import PARTS
 from dmsae.experiments.claims import CLAIMS
 from dmsae.experiments.parts.regime import ANY, HOLDING
-from dmsae.experiments.statistics import over_msae
+from dmsae.experiments.statistics import grows, over_control, over_msae
 from dmsae.experiments.tables import verdict_table
 from dmsae.experiments.verdicts import Claim, Outcome, interval, judge, verdicts
 
@@ -30,7 +30,7 @@ def results(*values: float | None) -> list[Json]:
         ((1.0, -1.1, 0.9), Outcome.OPEN),
         ((1.0, 1.0), Outcome.OPEN),
         ((1.0, 1.1, None), Outcome.OPEN),
-        ((1.0, 1.1, 0.9, math.nan), Outcome.HOLDS),
+        ((1.0, 1.1, 0.9, math.nan), Outcome.OPEN),
         ((None, None), Outcome.UNTESTED),
         ((), Outcome.UNTESTED),
     ],
@@ -74,14 +74,32 @@ BENCHMARKED = (
     ("concept_removal", "tpp.20"),
     ("lexical_predictability", "lexical_predictability"),
 )
+SCORED = {
+    "dense": (2, 0.1, (4, 8, 16)),
+    "sparse": (2, 0.095, (4, 8, 16)),
+    "detector": (1, 0.2, (4, 8, 16)),
+    "msae": (0, 0.0, (4, 8, 16, 20)),
+    "random-norm_matched-dense": (3, 0.04, (4, 16)),
+    "random-norm_matched-sparse": (2, 0.04, (4, 16)),
+    "random-detector": (1, 0.04, (4, 16)),
+}
+"""SAEs of the benchmark: their L0 beyond k, what they score beyond an MSAE, and their k."""
 PLANTED: dict[str, Json] = {
     "random-core": {
         "rows": [
             row(f"{source}-k{k}-norm-{norm}{more}", k=k, norm=norm, tokens=20 if more else 10)
-            for k, norm, more in ((4, "found", ""), (4, 2.0, ""), (8, "found", ""), (4, "found", "-tokens-20"))
+            for k, norm, more in (
+                (4, "unit", ""),
+                (4, "found", ""),
+                (4, 2.0, ""),
+                (8, "found", ""),
+                (4, "found", "-tokens-20"),
+            )
             for source in ("dense", "random-norm_matched-dense")
         ],
         "curves": {
+            "dense-k4-norm-unit": {"l0_core": [10, 10]},
+            "random-norm_matched-dense-k4-norm-unit": {"l0_core": [10, 3.5]},
             "dense-k4-norm-found": {"l0_core": [10, 9]},
             "random-norm_matched-dense-k4-norm-found": {"l0_core": [10, 2]},
             "dense-k4-norm-2.0": {"l0_core": [10, 6]},
@@ -103,7 +121,10 @@ PLANTED: dict[str, Json] = {
     "sparsity": {
         "cycles": [{"k": k, "size": 10, "kept": kept} for k, last in ((1, 2), (2, 9), (4, 3)) for kept in (0, last)]
     },
-    "tau": {"rows": [row(f"coverage-{c}", coverage=c, fve=f) for c, f in ((0.1, 0.5), (0.9, 0.8), (1.0, 0.803))]},
+    "tau": {
+        "rows": [row(f"coverage-{c}", coverage=c, fve=f) for c, f in ((0.1, 0.5), (0.9, 0.8), (1.0, 0.803))],
+        "curves": {"0.1": {"loss": [4.0, 3.0]}, "0.9": {"loss": [3.0, 2.0]}, "1": {"loss": [2.0, 2.5]}},
+    },
     "paper": {
         "rows": [
             row("dense-k4", price=-0.01, price_loss=-0.03),
@@ -131,8 +152,8 @@ PLANTED: dict[str, Json] = {
                 "tokens": tokens,
                 "sizes": [4, 4],
                 "share_found": share if tokens == 20 else 0.0,
-                "encoder_cosine": share + 0.1 - 2 / tokens,
-                "decoder_cosine": share - 0.1 - 2 / tokens,
+                "encoder_cosine": share + 0.1 - late / tokens,
+                "decoder_cosine": share - 0.1 - late / tokens,
             }
             for tokens in (10, 20, 40)
             for what, share in (
@@ -143,6 +164,7 @@ PLANTED: dict[str, Json] = {
                 ("random rows", 0.0),
                 ("random rows for distilled, dense", 0.05),
                 ("random rows for distilled, detector", 0.15),
+                ("random rows for consensus", 0.1),
                 ("consensus", 0.6),
                 ("the rest beside distilled detectors", 0.3),
                 ("the rest beside a distilled dense core", 0.25),
@@ -152,21 +174,18 @@ PLANTED: dict[str, Json] = {
                 ("the rest beside random directions", 0.21),
                 ("the same without a core", 0.2),
             )
+            for late in (0 if what.startswith("random rows") else 2,)
             if tokens < 40 or what == "prefix-0"
         ]
     },
     "benchmark": {
-        "rows": [
-            row(f"{name}-k{k}", l0=k + extra)
-            for name, extra in (("dense", 2), ("sparse", 2), ("detector", 1), ("msae", 0))
-            for k in (4, 8, 16, *((20,) if name == "msae" else ()))
-        ],
+        "rows": [row(f"{name}-k{k}", l0=k + extra) for name, (extra, _, ks) in SCORED.items() for k in ks],
         "scores": [
             {"sae": f"{name}-k{k}", "measure": measure, "figure": figure, "ceiling": ceiling, "score": score}
             for measure, figure in BENCHMARKED
             for ceiling in (0 if measure == "absorption" else 1,)
-            for name, extra, gain in (("dense", 2, 0.1), ("sparse", 2, 0.095), ("detector", 1, 0.2), ("msae", 0, 0))
-            for k in (4, 8, 16, *((20,) if name == "msae" else ()))
+            for name, (extra, gain, ks) in SCORED.items()
+            for k in ks
             for score in (0.5 + 0.01 * (k + extra) + (gain if ceiling else -gain),)
         ]
         + [
@@ -177,8 +196,11 @@ PLANTED: dict[str, Json] = {
                 "ceiling": 1,
                 "score": score,
             }
-            for name, score in (("dense", 0.6), ("msae", 0.67))
-            for k in (4, 8, 16, *((20,) if name == "msae" else ()))
+            for name, k, score in (
+                ("dense", 8, 0.6),
+                ("dense", 16, 0.9),
+                *(("msae", k, 0.67) for k in SCORED["msae"][2]),
+            )
         ],
     },
     "worth": {
@@ -249,7 +271,14 @@ PLANTED: dict[str, Json] = {
         "regimes": [
             {
                 "regime": "small",
-                "margins": {"firing_rate": 0.03, "mean_activation": 0.031, "random_subset": 0.032, "random": 0.033},
+                "margins": {
+                    "firing_rate": 0.03,
+                    "mean_activation": 0.031,
+                    "random_subset": 0.032,
+                    "random-norm_matched": 0.033,
+                    "random-covariance_matched": 0.034,
+                    "principal_components": 0.035,
+                },
                 "price": -0.015,
             },
             {
@@ -279,10 +308,14 @@ EXPECTED = (
     + [0.095] * 9
     + [0.2] * 9
     + [0.07]
+    + [0.06] * 9
+    + [0.055] * 9
+    + [0.16] * 9
     + [0.1] * 9
     + [0.25] * 9
     + [
         0.015,
+        0.4,
         0.4,
         0.3,
         0.3,
@@ -291,7 +324,9 @@ EXPECTED = (
         0.5,
         0.6,
         1.0,
+        0.75,
         0.007,
+        0.5,
         0.21,
         0.01,
         0.03,
@@ -307,7 +342,6 @@ EXPECTED = (
         0.03,
         0.3,
         0.2,
-        0.5,
         0.204,
         0.034,
         0.104,
@@ -318,20 +352,10 @@ EXPECTED = (
     ]
     + [0.05, 0.03, 0.04, 0.01, 0.04, 0.02]
     + [0.058, 0.112, 0.052, 0.018, 0.1, 0.032, 0.038, 0.068, 0.032]
-    + [0.03, 0.015, 0.02, 0.01]
-    + [
-        0.3,
-        0.25,
-        0.3,
-        0.2,
-        0.3,
-        0.4,
-        0.3,
-        0.4,
-        0.35,
-        0.15,
-        0.1,
-    ]
+    + [0.03, 0.031, 0.032, 0.033, 0.034, 0.035, 0.015]
+    + [0.02, 0.021, 0.022, 0.023, 0.024, 0.025, 0.01]
+    + [0.3, 0.25, 0.3, 0.2, 0.3, 0.4]
+    + [0.2, 0.3, 0.25, 0.4, 0.15, 0.1, 0.1, 0.1]
     + [0.1, 0.1, 0.05, 0.05, 0.08, 0.08, 0.02, 0.02, 0.03, 0.03, 0.04, 0.04]
 )
 
@@ -352,14 +376,14 @@ def test_figures_that_lack_what_a_claim_needs_leave_it_untested() -> None:
 
 
 def test_a_random_core_that_does_not_decay_is_no_support_for_the_paper() -> None:
-    claim = next(one for one in CLAIMS if one.part == "random-core")
+    claim = next(one for one in CLAIMS if "equal norms decays." in one.text)
     rows = [row(f"{source}-k4-norm-found", k=4, norm="found") for source in ("dense", "random-norm_matched-dense")]
     rising = {"dense-k4-norm-found": {"l0_core": [5, 10]}, rows[1]["sae"]: {"l0_core": [5, 9]}}
     assert claim.measure({"rows": rows, "curves": rising}) == pytest.approx(-0.8)
 
 
 def test_a_distilled_core_that_decays_too_is_no_support_for_the_paper() -> None:
-    claim = next(one for one in CLAIMS if one.part == "random-core")
+    claim = next(one for one in CLAIMS if "equal norms decays." in one.text)
     rows = [row(f"{source}-k4-norm-found", k=4, norm="found") for source in ("dense", "random-norm_matched-dense")]
     decaying = {"dense-k4-norm-found": {"l0_core": [10, 2]}, rows[1]["sae"]: {"l0_core": [10, 1]}}
     assert claim.measure({"rows": rows, "curves": decaying}) == pytest.approx(-0.3)
@@ -399,3 +423,38 @@ def test_nothing_is_compared_at_the_ends_of_the_baselines_range() -> None:
     assert compared(figures(inside)) == pytest.approx(0.1)
     assert compared(figures((2, 1.9, 9.0), inside, (8, 8.1, 9.0))) == pytest.approx(0.1)
     assert compared(figures(inside, (6, 8.1, 0.9))) is None, "one inside that cannot be compared"
+
+
+def test_in_a_regime_of_detectors_random_detectors_are_the_random_rows() -> None:
+    figures = {"chosen": {ANY: "a"}, "regimes": [{"regime": "a", "margins": {"random": 0.5}, "price": 0.1}]}
+    measured = {claim.text: claim.measure(figures) for claim in CLAIMS if claim.part == "confirmation"}
+    known = {text: value for text, value in measured.items() if value is not None}
+    assert sorted(known.values()) == [-0.1, 0.5]
+    assert any("random detectors" in text for text in known)
+
+
+def test_persistence_needs_all_cycles_of_both_runs() -> None:
+    claim = next(one for one in CLAIMS if one.part == "cycles")
+    figures = PLANTED["cycles"]
+    assert claim.measure(figures) == pytest.approx(0.5)
+    assert claim.measure(figures | {"failures": {"dense-random": "It collapsed."}}) is None
+    assert claim.measure(figures | {"failures": {"detector-random": "It collapsed."}}) == pytest.approx(0.5)
+
+
+def test_a_control_of_another_l0_is_none() -> None:
+    compared = partial(over_control, core="detector", control="random-detector", measure="fidelity", figure="fve")
+    figures = PLANTED["worth"]
+    assert compared(figures) is not None
+    far = [one | {"l0": 3.8} if one["sae"] == "random-detector-k4" else one for one in figures["rows"]]
+    assert compared(figures | {"rows": far}) is None
+
+
+def test_growth_is_beyond_that_of_as_many_random_rows() -> None:
+    def pairs(what: str, *cosines: tuple[int, float]) -> list[Json]:
+        return [{"what": what, "tokens": n, "encoder_cosine": c, "decoder_cosine": c} for n, c in cosines]
+
+    first, rows = pairs("first", (10, 0.2), (20, 0.4)), pairs("rows", (10, 0.1), (20, 0.25))
+    assert grows({"pairs": first}, "first") == pytest.approx(0.2)
+    assert grows({"pairs": first + rows}, "first", "rows") == pytest.approx(0.05)
+    assert grows({"pairs": first + rows[:1]}, "first", "rows") is None
+    assert grows({"pairs": first[:1]}, "first") is None

@@ -185,6 +185,26 @@ def test_the_benchmark_has_a_panel_for_each_score_but_l0(results: Path) -> None:
     assert np.asarray(line.get_xydata()) == pytest.approx(np.array([(4.5, 0.045), (8.5, 0.085)]))
 
 
+def test_curves_of_seeds_that_ended_early_are_drawn_as_far_as_they_go() -> None:
+    whole, short = parts(0)["tau"], parts(1)["tau"]
+    tau = next(iter(short["curves"]))
+    short["curves"][tau] = {name: values[:1] for name, values in short["curves"][tau].items()}
+    for order in ([whole, short], [short, whole]):
+        with styled():
+            axes = FIGURES["coverage"][1](order).axes[0]
+        assert np.asarray(axes.lines[0].get_xdata()).tolist() == whole["curves"][tau]["step"]
+
+
+def test_the_search_and_its_confirmation_have_a_point_for_each_control() -> None:
+    tried = {"regime": "wide", "n_core": 9, "margins": {"firing_rate": -0.01, "random": 0.02}}
+    found = [{"part": part, "regimes": [tried]} for part in ("regime", "regime", "confirmation")]
+    with styled():
+        search, confirmed = FIGURES["regime"][1](found).axes[:2]
+    assert [len(_places(axes)) for axes in (search, confirmed)] == [4, 2]
+    assert {x for x, _ in _places(confirmed)} == {-0.01, 0.02}
+    assert search.get_yticklabels()[0].get_text() == "wide (9 latents)"
+
+
 def test_an_axis_says_which_way_is_better() -> None:
     labels = {
         (name, score.figure): axis_label(name, score.figure) for name, one in MEASURES.items() for score in one.scores

@@ -116,11 +116,14 @@ def experiment_show(results: Annotated[Path, tyro.conf.Positional], markdown: bo
         results: The folder `results` of an experiment, or a copy of it.
         markdown: Print Markdown tables.
     """
-    from dmsae.experiments.results import read_results
+    from dmsae.experiments.catalog import current_results, outdated_note
     from dmsae.experiments.tables import tables
 
-    for table in tables(read_results(results)):
+    found = current_results(results)
+    for table in tables(found.current):
         print_table(table, markdown)
+    if note := outdated_note(found):
+        TERMINAL.warn(note)
 
 
 def experiment_verdicts(results: Annotated[Path, tyro.conf.Positional], markdown: bool = False) -> None:
@@ -130,12 +133,15 @@ def experiment_verdicts(results: Annotated[Path, tyro.conf.Positional], markdown
         results: The folder `results` of an experiment, or a copy of it.
         markdown: Print a Markdown table.
     """
+    from dmsae.experiments.catalog import current_results, outdated_note
     from dmsae.experiments.claims import CLAIMS
-    from dmsae.experiments.results import read_results
     from dmsae.experiments.tables import verdict_table
     from dmsae.experiments.verdicts import verdicts
 
-    print_table(verdict_table(verdicts(read_results(results), CLAIMS)), markdown)
+    found = current_results(results)
+    print_table(verdict_table(verdicts(found.current, CLAIMS)), markdown)
+    if note := outdated_note(found):
+        TERMINAL.warn(note)
 
 
 def print_table(table: "TextTable", markdown: bool) -> None:

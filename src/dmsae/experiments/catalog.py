@@ -4,9 +4,11 @@ A part runs for one seed and is kept by itself; experiments share parts.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from dmsae.config import Json, to_dict
+from dmsae.errors import CheckpointError
 from dmsae.evaluation import nulls
 from dmsae.evaluation.measures import MEASURES
 from dmsae.experiments.grid import Grid
@@ -28,6 +30,7 @@ from dmsae.experiments.parts import (
     uncapped,
     worth,
 )
+from dmsae.experiments.results import read_results, result_file
 
 
 class Experiment(NamedTuple):
@@ -103,6 +106,38 @@ EXPERIMENTS = {
 
 ALL = tuple(name for name in EXPERIMENTS if name != "worth")
 """What `all` means. The scores of `worth` are those of `benchmark`, which costs as much; it is for larger scales."""
+
+
+class Results(NamedTuple):
+    """The figures that there are, and those that cannot be read beside them."""
+
+    current: list[Json]
+    outdated: list[str]
+    """Names of files that an earlier version of their part made. Statistics and figures are for the present one."""
+
+
+def current_results(directory: Path) -> Results:
+    """Return the results in a directory, without those of earlier versions of their parts."""
+    results = Results([], [])
+    for one in read_results(directory):
+        part = PARTS.get(one["part"])
+        if part and one.get("settings", {"version": part.version}).get("version", 1) == part.version:
+            results.current.append(one)
+        else:
+            results.outdated.append(result_file(directory, one["part"], one["seed"]).name)
+    if not results.current:
+        raise CheckpointError(f"{directory} holds nothing that the present version made. {outdated_note(results)}")
+    return results
+
+
+def outdated_note(results: Results) -> str:
+    """Return which results are left out and what to do, or nothing."""
+    if not results.outdated:
+        return ""
+    return (
+        f"Left out, because an earlier version of their part made them: {', '.join(results.outdated)}. "
+        "Remove them and run the experiment again."
+    )
 
 
 def settings_of(part: str, lab: Lab, grid: Grid) -> Json:

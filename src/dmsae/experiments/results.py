@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 import time
 from collections import Counter
@@ -115,8 +116,16 @@ def _made_with() -> Json:
         "dmsae": __version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
         "cpu": torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if multiplies_bfloat16() else ""),
     }
+
+
+def made_with(results: Sequence[Json]) -> str:
+    """Return which versions and machines made some results, as their files say."""
+    known = [{name: one.get(name, "not recorded") for name in _made_with()} for one in results]
+    described = Counter(", ".join(f"{name} {value}" for name, value in one.items()) for one in known)
+    return "Made with " + "; ".join(f"{what} ({n} files)" for what, n in sorted(described.items()))
 
 
 def _facts(part: str, seed: int, settings: Json) -> Json:

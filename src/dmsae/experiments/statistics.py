@@ -112,7 +112,8 @@ def loss_falls(figures: Json) -> float | None:
         return None
     coverages = torch.tensor(list(curves))
     losses = [torch.tensor([curve[i] for curve in curves.values()]) for i in range(length)]
-    return -fmean(spearman(coverages, at_step) for at_step in losses)
+    falls = [-rank for at_step in losses if (rank := spearman(coverages, at_step)) is not None]
+    return fmean(falls) if falls else None
 
 
 def close(figures: Json) -> float | None:

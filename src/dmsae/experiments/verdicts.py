@@ -16,6 +16,8 @@ from scipy import stats
 from dmsae.config import Json
 
 _MIN_SEEDS = 3
+PAPER, OURS = "the paper", "ours"
+"""Whose claim it is."""
 
 
 class Outcome(StrEnum):

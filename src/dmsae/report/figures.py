@@ -7,7 +7,8 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from dmsae.config import Json
-from dmsae.experiments.results import aligned, read_results
+from dmsae.experiments.catalog import current_results
+from dmsae.experiments.results import aligned
 from dmsae.report import comparisons, price
 from dmsae.report.style import COLOURS, band, legend_below, panels, save, styled
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def draw(results: Path, directory: Path) -> list[Path]:
     """Draw every figure for which there are results, and return the files."""
     by_part: dict[str, list[Json]] = {}
-    for result in read_results(results):
+    for result in current_results(results).current:
         by_part.setdefault(result["part"], []).append(result)
     read = [one for of_part in by_part.values() for one in aligned(of_part)]
     files: list[Path] = []

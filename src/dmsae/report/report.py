@@ -2,13 +2,14 @@
 
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
 from dmsae.activations.request import HarvestRequest
-from dmsae.activations.store import Store
+from dmsae.activations.store import Store, open_store
 from dmsae.config import Json
 from dmsae.cores.core import Core
 from dmsae.disk import layout
@@ -20,8 +21,9 @@ from dmsae.distillation.status import read_summary
 from dmsae.distillation.survivors import DISTILLATION, survivors
 from dmsae.errors import ConfigError, DmsaeError
 from dmsae.evaluation.fidelity import kept_fidelity
+from dmsae.experiments.catalog import current_results, outdated_note
 from dmsae.experiments.claims import CLAIMS
-from dmsae.experiments.results import read_results
+from dmsae.experiments.results import made_with
 from dmsae.experiments.tables import tables, verdict_table
 from dmsae.experiments.verdicts import Outcome, Verdict, verdicts
 from dmsae.progress import SILENT, Progress
@@ -46,7 +48,7 @@ def write_report(
     runs = [place for place in places if place not in experiments]
     if missing := [place for place in runs if not (place / layout.SETTINGS).is_file()]:
         raise ConfigError(f"{missing[0]} is neither a run nor an experiment: there is nothing to report.")
-    sections = [part for place in experiments for part in _experiment(place)]
+    sections = [part for place in experiments for part in _experiment(place, root)]
     cores = {place: Core.load(place) for place in runs if has_core(place)}
     for place in runs:
         sections += _run(place, cores, n_latents, root, progress)
@@ -55,11 +57,11 @@ def write_report(
     write_bytes(to, document.encode())
 
 
-def _experiment(place: Path) -> list[Markup]:
-    results = read_results(place / layout.RESULTS)
+def _experiment(place: Path, root: Path | None) -> list[Markup]:
+    read = current_results(place / layout.RESULTS)
+    results = read.current
     found = verdicts(results, CLAIMS)
-    settings = results[0].get("settings", {})
-    about = tag("p", f"{settings.get('model', '')}; store {settings.get('store', '')}", class_="soft")
+    about = tag("p", f"{_made_of(results, root)} {outdated_note(read)}", class_="soft")
     verdicts_shown = verdict_table(found)
     shown = [_verdict_row(one, cells) for one, cells in zip(found, verdicts_shown.rows, strict=True)]
     with TemporaryDirectory() as scratch:
@@ -74,6 +76,24 @@ def _experiment(place: Path) -> list[Markup]:
         section(f"Figures: {place.name}", *figures),
         section(f"Tables: {place.name}", *(Markup(one) for one in figured)),
     ]
+
+
+def _made_of(results: Sequence[Json], root: Path | None) -> str:
+    """Return what some results were made of and with, as their files say."""
+    first = results[0]
+    settings = first.get("settings", {})
+    distill = settings.get("distill", {})
+    text, key = "", settings.get("store", "")
+    with suppress(DmsaeError):  # the store need not be there any more
+        request = open_store(key, root).request
+        text = f"text {request.source}, " if isinstance(request, HarvestRequest) else "imported activations, "
+    sizes = (
+        f" Width {distill['width']}, k {distill['k']}, coverage {distill['coverage']}, "
+        f"{distill['train']['tokens']:,} activations a training run."
+        if distill
+        else ""
+    )
+    return f"{settings.get('model', '')}, {text}store {key}.{sizes} {made_with(results)}."
 
 
 def _verdict_row(one: Verdict, cells: Sequence[str]) -> list[object]:
@@ -192,4 +212,5 @@ def _versions() -> Markup:
     from dmsae import __version__
 
     machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
-    return section("Made with", tag("p", f"dmsae {__version__}, torch {torch.__version__}, {machine}.", class_="soft"))
+    about = f"dmsae {__version__}, torch {torch.__version__}, {machine}."
+    return section("This page was written with", tag("p", about, class_="soft"))

@@ -6,9 +6,10 @@ from pathlib import Path
 from statistics import median
 
 from dmsae.config import Json
-from dmsae.experiments.catalog import EXPERIMENTS
+from dmsae.errors import CheckpointError
+from dmsae.experiments.catalog import EXPERIMENTS, current_results, outdated_note
 from dmsae.experiments.claims import CLAIMS
-from dmsae.experiments.results import read_results
+from dmsae.experiments.results import made_with
 from dmsae.experiments.tables import tables, verdict_table
 from dmsae.experiments.verdicts import Outcome, verdicts
 from dmsae.report.figures import CAPTIONS, draw
@@ -18,8 +19,7 @@ _HEAD = """# Results
 This page is made by `make results` from the JSON files in [`results/`](results), and a test checks that it is what they
 give. Each file is one part of an experiment with one seed; [experiments](experiments.md) says what the parts are and
 how a verdict is reached. A verdict needs three seeds. Intervals are Student's t over seeds, and not corrected for the
-number of claims. All seeds have the same model, text and held-out set. Everything was run on machines with two cores of
-an AMD EPYC and no GPU.
+number of claims. All seeds have the same model, text and held-out set.
 
 In the tables of SAEs: *core*, latents kept; *L0*, active latents per token, the core included; *FVE*, held-out variance
 explained; *price*, how much FVE keeping the core costs, compared with an SAE that keeps nothing at the same L0; *loss*,
@@ -44,7 +44,10 @@ def write_results(docs: Path) -> None:
 
 
 def _section(folder: Path, figures: list[Path], docs: Path) -> str:
-    results = read_results(folder)
+    read = current_results(folder)
+    if read.outdated:  # the page would be silent about them
+        raise CheckpointError(outdated_note(read))
+    results = read.current
     lines = [f"## Preset `{folder.name}`", "", _about(folder.name, results), ""]
     found = verdicts(results, CLAIMS)
     lines += [verdict_table([one for one in found if one.outcome is not Outcome.UNTESTED]).markdown(), ""]
@@ -61,13 +64,11 @@ def _about(preset: str, results: list[Json]) -> str:
     settings = results[0]["settings"]
     distill = settings["distill"]
     train = distill["train"]
-    files = Counter(result.get("cpu", "not recorded") for result in results)
-    cpus = ", ".join(f"{cpu} ({n} files)" for cpu, n in sorted(files.items()))
     return (
         f"{_commands(preset, results)} "
         f"{settings['model']}, store `{settings['store']}`; width {distill['width']}, k {distill['k']}, "
-        f"{train['tokens']:,} activations a training run, learning rate {train['lr']:g}. torch {results[0]['torch']}. "
-        f"CPU instruction set, on which the last digits depend: {cpus}.{_minutes(results)}"
+        f"{train['tokens']:,} activations a training run, learning rate {train['lr']:g}. "
+        f"{made_with(results)}. The last digits depend on the CPU's instruction set.{_minutes(results)}"
     )
 
 
@@ -82,8 +83,19 @@ def _commands(preset: str, results: list[Json]) -> str:
             shown.append(f"`{name}`" + ("" if mine == [name] else f" ({', '.join(mine)})"))
     return (
         f"Made with `dmsae experiment NAME --preset {preset} --out runs/{preset}`. NAME, and its parts in brackets: "
-        f"{', '.join(shown)}."
+        f"{', '.join(shown)}. {_seeds(results)}"
     )
+
+
+def _seeds(results: list[Json]) -> str:
+    """Return the seeds of the parts: those that most have, and then those of the others."""
+    seeds: dict[str, list[int]] = {}
+    for result in results:
+        seeds.setdefault(result["part"], []).append(result["seed"])
+    texts = {part: " ".join(map(str, sorted(of_part))) for part, of_part in seeds.items()}
+    usual = Counter(texts.values()).most_common(1)[0][0]
+    others = "".join(f"; `{part}`: `--seeds {text}`" for part, text in texts.items() if text != usual)
+    return f"`--seeds {usual}`{others}."
 
 
 def _minutes(results: list[Json]) -> str:
