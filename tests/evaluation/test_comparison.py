@@ -107,6 +107,16 @@ def test_scores_of_another_version_are_not_compared() -> None:
         members_of(made)
 
 
+def test_scores_on_tables_of_the_same_name_that_hold_other_texts_are_not_compared() -> None:
+    made = {place: evaluation({f"msae-{place}": (l0, 0.5)}) for place, l0 in (("s0", 40.0), ("s1", 41.0))}
+    for place, digest in (("s0", "aa"), ("s1", "bb")):
+        made[place].measures["fidelity"]["files"] = {"own.csv": digest}
+    with pytest.raises(ConfigError, match=r"fidelity\.files\.own\.csv is 'aa' in s0 and 'bb' in s1"):
+        members_of(made)
+    made["s1"].measures["fidelity"]["files"] = {"own.csv": "aa"}
+    assert len(members_of(made)) == 2
+
+
 def test_scores_of_other_settings_are_not_compared() -> None:
     evaluations = {
         place: with_measure(evaluation({f"msae-{place}": (40.0, fve)}), "splice", settings, {"kl": fve})

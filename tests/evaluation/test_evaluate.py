@@ -1,5 +1,6 @@
 """An evaluation measures what is missing, keeps what is finished, and holds every score against its nulls."""
 
+import hashlib
 import inspect
 import json
 from collections import Counter
@@ -18,12 +19,16 @@ from dmsae.activations.harvest import harvest
 from dmsae.activations.importing import import_store
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.store import Store
+from dmsae.config import to_dict
 from dmsae.disk import layout
 from dmsae.disk.artifact import write_sealed
+from dmsae.disk.files import canonical_hash
 from dmsae.errors import BusyError, CheckpointError, ConfigError, StoreError
 from dmsae.evaluation.evaluate import EvaluateConfig, digest_of, evaluate, load_model
+from dmsae.evaluation.labelled import LabelledConfig, own_tables
 from dmsae.evaluation.measures import MEASURES, Measure, Score
 from dmsae.evaluation.nulls import NullConfig, NullKind, NullMaker
+from dmsae.evaluation.probing import ProbingConfig
 from dmsae.evaluation.redundancy import RedundancyConfig
 from dmsae.evaluation.scores import Evaluation, as_json, look_up, part_of_the_way, strongest
 from dmsae.evaluation.subject import Subject
@@ -207,6 +212,36 @@ def test_a_new_version_of_a_measure_measures_again(
     monkeypatch.setitem(MEASURES, "toy", MEASURES["toy"]._replace(version=2))
     run(store, tmp_path / "out", nulls=())
     assert len(asked) == 2
+
+
+def test_results_depend_on_what_the_user_s_files_hold(
+    asked: list[list[str]], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "table.csv"
+    monkeypatch.setitem(MEASURES, "toy", MEASURES["toy"]._replace(files=lambda config: own_tables([str(table)])))
+    bundled = run(store, tmp_path / "out", nulls=())
+    assert "files" not in bundled.measures["toy"], "there is no such file, so the name is that of a bundled table"
+    facts = ["toy", 1, to_dict(ToyConfig()), bundled.subjects["a"]["digest"], store.key]
+    assert (tmp_path / "out" / layout.RESULTS / f"toy-{canonical_hash(facts)[:16]}.json").is_file()
+    for n_measured, text in enumerate(("prompt,target", "prompt,target\na b,1"), 2):
+        table.write_text(text)
+        for _ in range(2):
+            found = run(store, tmp_path / "out", nulls=())
+            assert len(asked) == n_measured
+        assert found.measures["toy"]["files"] == {str(table): hashlib.sha256(text.encode()).hexdigest()}
+
+
+def test_a_table_that_cannot_be_read_leaves_the_other_measures(
+    asked: list[list[str]], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "table.csv").touch()
+    monkeypatch.setattr("dmsae.evaluation.labelled.sha256_of", unreadable)
+    settings = {"probing": ProbingConfig(LabelledConfig((str(tmp_path / "table.csv"),)))}
+    evaluation = run(store, tmp_path / "out", measures=("probing", "toy"), nulls=(), settings=settings)
+    assert "table cannot be read: [Errno 13] Permission denied" in evaluation.not_run["probing"]
 
 
 def test_subjects_come_a_few_at_a_time_and_an_interruption_keeps_those_before(

@@ -8,8 +8,13 @@ import torch
 
 from conftest import WORDS, Recorder
 from dmsae.activations.base_model import BaseModel, ModelConfig
+from dmsae.disk.files import sha256_of
 from dmsae.errors import AssetError, ConfigError, CorpusError, ModelError
+from dmsae.evaluation.concept_removal import ConceptRemovalConfig
+from dmsae.evaluation.concepts import ConceptsConfig
 from dmsae.evaluation.labelled import LabelledConfig, read_classes, read_table, table_activations
+from dmsae.evaluation.measures import MEASURES
+from dmsae.evaluation.probing import ProbingConfig
 from dmsae.evaluation.prompts import last_token_activations, token_activations
 from dmsae.text import assets
 
@@ -154,6 +159,26 @@ def test_a_damaged_cache_file_is_made_again(model: BaseModel, tmp_path: Path) ->
     file.write_bytes(b"damaged")
     assert torch.equal(last_token_activations(model, ["w1 w2"], 8, tmp_path), first)
     assert file.stat().st_size > 7
+
+
+def test_measures_name_the_user_s_tables_and_what_they_hold(animals: str, tmp_path: Path) -> None:
+    birds = write_table(tmp_path / "birds.csv", [("a b", "x")])
+    probing = ProbingConfig(LabelledConfig((animals, "96_spam_is")))
+    concepts = ConceptsConfig(pairs=(("96_spam_is", birds),), classes=(animals, "59_wikidata_occupation_isjournalist"))
+    assert MEASURES["probing"].files(probing) == {animals: sha256_of(Path(animals))}
+    assert MEASURES["concept_removal"].files(ConceptRemovalConfig(concepts)) == {
+        name: sha256_of(Path(name)) for name in (birds, animals)
+    }
+
+
+def test_another_asset_takes_another_version_of_the_measures_that_read_it() -> None:
+    """Kept results are known by the version of their measure, not by that of the asset."""
+    versions = {name: MEASURES[name].version for name in ("probing", "concept_removal", "disentanglement")}
+    read = {name: assets.find(name).wheel_sha256[:8] for name in ("probes", "cities")}
+    assert (versions, read) == (
+        {"probing": 2, "concept_removal": 3, "disentanglement": 2},
+        {"probes": "245700c8", "cities": "efa1dd28"},
+    )
 
 
 @pytest.mark.real

@@ -53,7 +53,8 @@ def require_same_settings(evaluations: Mapping[str, Evaluation], measures: Colle
 
 def _settings(measured: Json) -> Json:
     """Return all that the scores of a measure depend on, besides SAEs and store; old evaluations have no version."""
-    return {"version": measured.get("version", "not known"), **measured["settings"]}
+    files = {"files": measured["files"]} if "files" in measured else {}
+    return {"version": measured.get("version", "not known"), **measured["settings"], **files}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

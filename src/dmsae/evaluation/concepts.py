@@ -60,6 +60,11 @@ class ConceptsConfig:
         for name in ("n_train", "n_test", "max_tokens"):
             require_whole(f"concepts.{name}", getattr(self, name), 2)
 
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """All labelled tables that texts are taken from."""
+        return (*(name for pair in self.pairs for name in pair), *self.classes)
+
 
 class Pooled(NamedTuple):
     """Texts as activations of their tokens."""

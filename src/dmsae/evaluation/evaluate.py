@@ -197,7 +197,10 @@ class _Bench:
     def measure(self, name: str, config: Any, candidates: Sequence[_Candidate]) -> Json:
         """Return the results of one measure; those that are kept are not measured again."""
         candidates = [one for one in candidates if one.kind not in MEASURES[name].same_nulls]
-        files = {one.name: self._file(name, MEASURES[name], config, one) for one in candidates}
+        read: Mapping[str, str] = {}
+        with settled(self._everyone):
+            read = MEASURES[name].files(config)
+        files = {one.name: self._file(name, MEASURES[name], config, read, one) for one in candidates}
         kept: dict[str, Json] = {}
         if self._everyone.rank == 0:
             kept = {file: found for file in files.values() if (found := _kept(self._directory / file)) is not None}
@@ -212,6 +215,7 @@ class _Bench:
         return {
             "version": MEASURES[name].version,
             "settings": to_dict(config),
+            **({"files": dict(read)} if read else {}),
             "seconds": sum(kept[file]["seconds"] for file in dict.fromkeys(files.values())),
             "results": {subject: kept[file]["result"] for subject, file in files.items()},
         }
@@ -239,11 +243,13 @@ class _Bench:
                 bar.advance(1, one.subject.null_kind)
         return [one.subject for one in candidates]
 
-    def _file(self, name: str, measure: Measure, config: Any, candidate: _Candidate) -> str:
+    def _file(self, name: str, measure: Measure, config: Any, read: Mapping[str, str], candidate: _Candidate) -> str:
         """Return the name of the file that keeps the result of a candidate: a hash of all that it depends on."""
         made_from = [name, measure.version, to_dict(config), candidate.facts["digest"]]
         if {"store", "model"} & set(measure.takes):
             made_from.append(self.store.key)
+        if read:
+            made_from.append(dict(read))
         return f"{name}-{canonical_hash(made_from)[:16]}.json"
 
 

@@ -7,7 +7,7 @@ that sorts last is the positive class.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from dmsae.activations.base_model import BaseModel
 from dmsae.config import require, require_whole
-from dmsae.errors import CorpusError, nearest
+from dmsae.disk.files import sha256_of
+from dmsae.errors import CorpusError, first_line, nearest
 from dmsae.evaluation.prompts import last_token_activations
 from dmsae.progress import SILENT, Progress
 from dmsae.seeds import derive_seed
@@ -145,9 +146,21 @@ def table_activations(
     return tables
 
 
+def own_tables(names: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of each table that is a file of the user's, by name; a bundled one is known by its name."""
+    try:
+        return {name: sha256_of(Path(name)) for name in names if _is_own(name)}
+    except OSError as error:
+        raise CorpusError(f"A labelled table cannot be read: {first_line(error)}.") from error
+
+
+def _is_own(name: str) -> bool:
+    return Path(name).is_file()
+
+
 def _locate(name: str, progress: Progress) -> Path:
     """Return a table's file. A bundled one that is not reserved was trained on, which is worth a warning."""
-    if Path(name).is_file():
+    if _is_own(name):
         return Path(name)
     folder = assets.fetch(_ASSET, progress)
     path = folder / f"{name}{_SUFFIX}"

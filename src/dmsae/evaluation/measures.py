@@ -4,12 +4,13 @@ A measure takes subjects and gives one result, a NamedTuple, for each of them in
 are subjects too. To add one, write the function and its config in a module of their own and add a line to `MEASURES`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from dmsae.evaluation import absorption, concept_removal, detection, disentanglement, lexical, probing
 from dmsae.evaluation.activity import ActivityConfig, activity
 from dmsae.evaluation.fidelity import FidelityConfig, measure_fidelity
+from dmsae.evaluation.labelled import own_tables
 from dmsae.evaluation.nulls import NullKind
 from dmsae.evaluation.redundancy import RedundancyConfig, redundancy
 from dmsae.evaluation.splice import SpliceConfig, splice
@@ -37,6 +38,10 @@ class Score(NamedTuple):
         return self.better == "lower" or self.ceiling == 0
 
 
+def _no_files(config: Any) -> Mapping[str, str]:
+    return {}
+
+
 class Measure(NamedTuple):
     """A measure, and what calls and shows it."""
 
@@ -52,9 +57,12 @@ class Measure(NamedTuple):
     same_nulls: frozenset[NullKind] = frozenset()
     """Nulls that are the SAE itself in all that this measure reads. They are left out."""
     version: int = 1
-    """Raise it when the same settings give other numbers than before: kept results are then measured again."""
+    """Raise it when the same settings give other numbers than before, because a bundled asset has changed for example:
+    kept results are then measured again."""
     by_default: bool = True
     """Whether it runs when no measures are named."""
+    files: Callable[[Any], Mapping[str, str]] = _no_files
+    """Given its settings, the SHA-256 of each file of the user's that it reads: its results depend on them too."""
 
 
 MEASURES: dict[str, Measure] = {
@@ -119,6 +127,7 @@ MEASURES: dict[str, Measure] = {
         ),
         same_nulls=_SAME_CODES,
         version=2,
+        files=lambda config: own_tables(config.labelled.tables),
     ),
     "absorption": Measure(
         f"words on which the latent of their first letter stays silent; meant for {absorption.MEANT_FOR}",
@@ -154,6 +163,7 @@ MEASURES: dict[str, Measure] = {
             Score("tpp.20", "TPP, 20 latents", better="higher"),
         ),
         version=3,
+        files=lambda config: own_tables(config.concepts.tables),
     ),
     "lexical_predictability": Measure(
         "how well firing is predicted from the tokens of a latent's top examples, with no judge",

@@ -41,7 +41,8 @@ class Evaluation:
     """By name: `digest`, `config`, for a null `null_of` and `null_kind`, for an SAE `nulls_from`: the SAE whose nulls
     it is compared with."""
     measures: dict[str, Json]
-    """By name: `settings`, `seconds`, and `results` by subject."""
+    """By name: `version`, `settings`, `seconds`, `results` by subject, and `files` if it read any of the user's: the
+    SHA-256 of each."""
     not_run: dict[str, str]
     """Why a measure did not run."""
     version: str = __version__
