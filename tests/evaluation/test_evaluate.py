@@ -19,11 +19,12 @@ from dmsae.activations.harvest import harvest
 from dmsae.activations.importing import import_store
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.store import Store
-from dmsae.config import to_dict
+from dmsae.config import Json, to_dict
 from dmsae.disk import layout
 from dmsae.disk.artifact import write_sealed
 from dmsae.disk.files import canonical_hash
 from dmsae.errors import BusyError, CheckpointError, ConfigError, StoreError
+from dmsae.evaluation.concept_removal import ConceptRemovalConfig
 from dmsae.evaluation.evaluate import EvaluateConfig, digest_of, evaluate, load_model
 from dmsae.evaluation.labelled import LabelledConfig, own_tables
 from dmsae.evaluation.measures import MEASURES, Measure, Score
@@ -172,6 +173,30 @@ def test_what_measures_leave_out_is_the_sae_in_what_they_read(kind: NullKind, st
     rows = (one.W_dec[one.W_dec.sum(1).argsort()] for one in (sae, null))
     assert torch.equal(null.encode(x), sae.encode(x)) == (kind in MEASURES["probing"].same_nulls)
     assert torch.equal(*rows) == (kind in MEASURES["redundancy"].same_nulls)
+
+
+@pytest.mark.parametrize(
+    ("measure", "settings", "figures"),
+    [
+        ("probing", {}, ["accuracy.1", "accuracy.2", "accuracy.5", "accuracy.20"]),
+        ("probing", to_dict(ProbingConfig(k=(10, 1, 10))), ["accuracy.10", "accuracy.1"]),
+        ("concept_removal", to_dict(ConceptRemovalConfig()), ["scr.20", "tpp.20"]),
+        ("concept_removal", to_dict(ConceptRemovalConfig(n_ablated=(5, 50))), ["scr.5", "scr.50", "tpp.5", "tpp.50"]),
+    ],
+)
+def test_tables_show_the_figures_that_were_asked_for(measure: str, settings: Json, figures: list[str]) -> None:
+    result = {
+        name: {"5": 0.5, "10": 0.6, "20": 0.7, "50": 0.8, "1": 0.3, "2": 0.4} for name in ("accuracy", "scr", "tpp")
+    }
+    facts = {"digest": "", "config": {}, "null_of": "", "null_kind": ""}
+    measured = {"settings": settings, "seconds": 1.0, "results": {"a": result}}
+    rows = Evaluation("abc", {}, {"a": facts}, {measure: measured}, {}).rows()
+    assert [row.figure for row in rows] == figures
+    assert all(row.score is not None for row in rows)
+
+
+def test_the_scores_of_a_measure_are_those_under_its_defaults() -> None:
+    assert all(measure.shown(to_dict(measure.config())) == measure.scores for measure in MEASURES.values())
 
 
 def test_the_null_of_a_figure_itself_is_one_to_beat(

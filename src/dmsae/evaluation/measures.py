@@ -7,6 +7,7 @@ are subjects too. To add one, write the function and its config in a module of t
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from dmsae.config import Json
 from dmsae.evaluation import absorption, concept_removal, detection, disentanglement, lexical, probing
 from dmsae.evaluation.activity import ActivityConfig, activity
 from dmsae.evaluation.fidelity import FidelityConfig, measure_fidelity
@@ -38,6 +39,27 @@ class Score(NamedTuple):
         return self.better == "lower" or self.ceiling == 0
 
 
+def _probing_scores(settings: Json) -> tuple[Score, ...]:
+    """Return the accuracy for every number of latents that was probed."""
+    return tuple(
+        Score(f"accuracy.{k}", f"accuracy of a probe on\n{_latents(k)}", ceiling="dense_accuracy")
+        for k in dict.fromkeys(settings.get("k", probing.ProbingConfig().k))
+    )
+
+
+def _concept_removal_scores(settings: Json) -> tuple[Score, ...]:
+    """Return SCR and TPP for 20 latents, as is usual; where other numbers were asked for, for each of these."""
+    default = concept_removal.ConceptRemovalConfig().n_ablated
+    asked_for = tuple(dict.fromkeys(settings.get("n_ablated", default)))
+    ablated = (20,) if asked_for == default else asked_for
+    scr = [Score(f"scr.{n}", f"SCR, {_latents(n)}", ceiling=1.0) for n in ablated]
+    return (*scr, *(Score(f"tpp.{n}", f"TPP, {_latents(n)}", better="higher") for n in ablated))
+
+
+def _latents(n: int) -> str:
+    return f"{n} latent{'s' * (n > 1)}"
+
+
 def _no_files(config: Any) -> Mapping[str, str]:
     return {}
 
@@ -54,6 +76,7 @@ class Measure(NamedTuple):
     takes: tuple[Literal["store", "model", "cache"], ...]
     """What else it is called with: the store, the base model, a directory for what does not depend on the subjects."""
     scores: tuple[Score, ...]
+    """What tables show of it by default."""
     same_nulls: frozenset[NullKind] = frozenset()
     """Nulls that are the SAE itself in all that this measure reads. They are left out."""
     version: int = 1
@@ -63,6 +86,12 @@ class Measure(NamedTuple):
     """Whether it runs when no measures are named."""
     files: Callable[[Any], Mapping[str, str]] = _no_files
     """Given its settings, the SHA-256 of each file of the user's that it reads: its results depend on them too."""
+    scores_under: Callable[[Json], tuple[Score, ...]] | None = None
+    """What tables show under settings as `evaluation.json` holds them, if it depends on them."""
+
+    def shown(self, settings: Json) -> tuple[Score, ...]:
+        """Return the figures that tables show of results with these settings."""
+        return self.scores_under(settings) if self.scores_under else self.scores
 
 
 MEASURES: dict[str, Measure] = {
@@ -121,13 +150,11 @@ MEASURES: dict[str, Measure] = {
         probing.measure,
         probing.ProbingConfig,
         ("model", "cache"),
-        tuple(
-            Score(f"accuracy.{k}", f"accuracy of a probe on\n{k} latent{'s' * (k > 1)}", ceiling="dense_accuracy")
-            for k in (1, 2, 5, 20)
-        ),
+        _probing_scores({}),
         same_nulls=_SAME_CODES,
         version=2,
         files=lambda config: own_tables(config.labelled.tables),
+        scores_under=_probing_scores,
     ),
     "absorption": Measure(
         f"words on which the latent of their first letter stays silent; meant for {absorption.MEANT_FOR}",
@@ -158,12 +185,10 @@ MEASURES: dict[str, Measure] = {
         concept_removal.measure,
         concept_removal.ConceptRemovalConfig,
         ("model", "cache"),
-        (
-            Score("scr.20", "SCR, 20 latents", ceiling=1.0),
-            Score("tpp.20", "TPP, 20 latents", better="higher"),
-        ),
+        _concept_removal_scores({}),
         version=3,
         files=lambda config: own_tables(config.concepts.tables),
+        scores_under=_concept_removal_scores,
     ),
     "lexical_predictability": Measure(
         "how well firing is predicted from the tokens of a latent's top examples, with no judge",

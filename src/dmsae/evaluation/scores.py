@@ -55,9 +55,9 @@ class Evaluation:
         """Return every score of every SAE beside its nulls."""
         return [
             self._row(sae, measure, score)
-            for measure in self.measures
+            for measure, measured in self.measures.items()
             if measure in MEASURES
-            for score in MEASURES[measure].scores
+            for score in MEASURES[measure].shown(measured["settings"])
             for sae in self.saes()
         ]
 
