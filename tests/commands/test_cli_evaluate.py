@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from dmsae.cli import main
+from dmsae.commands.evaluate import print_scores
+from dmsae.config import Json
 from dmsae.disk import layout
+from dmsae.evaluation.scores import Evaluation
 from dmsae.sae.sae import SAE, read_made_from
 from tiny_recipe import write_recipe
 
@@ -66,6 +69,24 @@ def test_saes_are_measured_compared_and_matched(saes: list[str], capsys: pytest.
     assert row[:3] == [f"{value:.3f}" for value in (mcc["decoder_signed"], mcc["decoder_absolute"], nulls[0])]
     assert row[4:7] == [f"{value:.3f}" for value in (mcc["encoder_signed"], mcc["encoder_absolute"], nulls[1])]
     assert max(map(len, shown.splitlines())) <= 120
+
+
+def test_caveats_stand_below_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"scr": {"20": 0.5}, "tpp": {"20": 0.1}}
+    facts = {"digest": "", "config": {}, "null_of": "", "null_kind": ""}
+    measures: dict[str, Json] = {
+        "concept_removal": {"settings": {}, "results": {"a": figures}},
+        "fidelity": {"settings": {}, "results": {"a": {"fve": 0.5}}},
+    }
+    made = Evaluation("abc", {}, {"a": facts}, measures, {})
+    made.save(tmp_path)
+    caveat = "concept_removal: unreliable, as SAEBench's audit found"
+    print_scores(made)
+    assert caveat in capsys.readouterr().out
+    main(["evaluate", "compare", str(tmp_path)])
+    assert caveat in capsys.readouterr().out
+    main(["evaluate", "compare", str(tmp_path), "--scores", "fidelity.fve"])
+    assert caveat not in capsys.readouterr().out, "it is of what is not shown"
 
 
 def test_what_cannot_be_evaluated_is_refused(saes: list[str], capsys: pytest.CaptureFixture[str]) -> None:

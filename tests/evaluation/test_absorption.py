@@ -12,9 +12,19 @@ from torch import Tensor
 from conftest import build_model
 from dmsae.activations.base_model import BaseModel
 from dmsae.activations.identity import ModelIdentity
+from dmsae.config import to_dict
 from dmsae.errors import ConfigError, ModelError
 from dmsae.evaluation import logistic
-from dmsae.evaluation.absorption import AbsorptionConfig, AbsorptionResult, f1, measure, score_letter, score_words
+from dmsae.evaluation.absorption import (
+    AbsorptionConfig,
+    AbsorptionResult,
+    f1,
+    measure,
+    score_letter,
+    score_words,
+    why_no_score,
+)
+from dmsae.evaluation.scores import as_json
 from dmsae.evaluation.spelling import SpellingConfig, Words, prompt, spelled_words, vocabulary
 from dmsae.evaluation.subject import Subject
 from dmsae.sae.config import SAEConfig
@@ -103,6 +113,14 @@ def test_letters_that_the_model_does_not_represent_are_left_out(words: Words) ->
     assert score_words(dictionary(False), words._replace(probes=nothing), AbsorptionConfig()) == AbsorptionResult(
         None, None, None, None, 0, []
     )
+
+
+def test_a_model_without_letters_is_said_to_have_none(words: Words) -> None:
+    nothing = words._replace(probes=logistic.Logistic(torch.zeros_like(words.probes.w), words.probes.b))
+    settings = to_dict(AbsorptionConfig(min_probe_f1=0.7))
+    found, lacking = (as_json(score_words(dictionary(False), one, AbsorptionConfig())) for one in (words, nothing))
+    assert why_no_score(found, settings) == ""
+    assert "no letter's dense probe has an F1 score above 0.7" in why_no_score(lacking, settings)
 
 
 def test_a_dictionary_that_never_fires_absorbs_nothing(words: Words) -> None:

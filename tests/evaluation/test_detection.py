@@ -17,8 +17,9 @@ from dmsae.activations.splits import Split
 from dmsae.activations.store import Store, StoreWriter
 from dmsae.disk.layout import shard_file, token_file
 from dmsae.errors import ConfigError, JudgeError
-from dmsae.evaluation.detection import DetectionConfig, measure, parse_numbers, score
+from dmsae.evaluation.detection import DetectionConfig, measure, parse_numbers, score, why_no_score
 from dmsae.evaluation.judge import Judge, JudgeConfig, Message
+from dmsae.evaluation.scores import as_json
 from dmsae.evaluation.subject import Subject
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.sae import SAE
@@ -276,6 +277,9 @@ def test_a_judge_that_talks_is_not_scored(endpoint: Endpoint, store: Store, subj
     endpoint.reply = lambda messages: "Well, that depends."
     (result,) = measure([subject], store, model, DetectionConfig(judge=endpoint.config()))
     assert (result.detection, result.n_latents, result.n_unclear) == (None, 0, 2)
+    assert "none of the judge's 2 answers was a list of numbers" in why_no_score(as_json(result), {})
+    assert why_no_score({"n_latents": 1, "n_unclear": 1}, {}) == ""
+    assert "--detection.n-tokens" in why_no_score({"n_latents": 0, "n_unclear": 0}, {})
 
 
 def test_a_judge_that_fails_stops_the_measure(

@@ -195,6 +195,23 @@ def test_tables_show_the_figures_that_were_asked_for(measure: str, settings: Jso
     assert all(row.score is not None for row in rows)
 
 
+def test_scores_come_with_caveats_and_with_reasons_why_there_are_none() -> None:
+    facts = {"digest": "", "config": {}, "null_of": "", "null_kind": ""}
+    letters = {"a": {"n_letters": 0}, "b": {"n_letters": 3}, "c": {"n_letters": 0}}
+    measures = {
+        "fidelity": {"settings": {}, "results": {name: {} for name in letters}},
+        "absorption": {"settings": to_dict(MEASURES["absorption"].config()), "results": letters},
+        "concept_removal": {"settings": {}, "results": {name: {} for name in letters}},
+    }
+    made = Evaluation("abc", {}, dict.fromkeys(letters, facts), measures, {})
+    absorption, without, removal = made.notes()
+    assert absorption.startswith("absorption: meant for models of at least 1B parameters")
+    assert without.startswith("absorption has no score of a, c: no letter's dense probe")
+    assert removal == "concept_removal: unreliable, as SAEBench's audit found (arXiv 2605.18229)."
+    assert made.notes(["concept_removal"]) == [removal]
+    assert made.notes(["fidelity"]) == []
+
+
 def test_the_scores_of_a_measure_are_those_under_its_defaults() -> None:
     assert all(measure.shown(to_dict(measure.config())) == measure.scores for measure in MEASURES.values())
 

@@ -115,6 +115,8 @@ def print_scores(evaluation: Evaluation) -> None:
     out.print(table)
     if kinds:
         out.print("null: the one to beat, the best of them. part: of the way from it to the ceiling.")
+    for note in evaluation.notes():
+        out.print(note)
     for name, reason in evaluation.not_run.items():
         out.print(f"{name} has not run. {reason}")
 

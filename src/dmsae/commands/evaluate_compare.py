@@ -39,7 +39,8 @@ def evaluate_compare(
     from dmsae.evaluation.comparison import curves, differences, members_of, spreads
     from dmsae.evaluation.scores import Evaluation, as_json
 
-    members = members_of({str(place): Evaluation.load(place) for place in places}, scores)
+    evaluations = {str(place): Evaluation.load(place) for place in places}
+    members = members_of(evaluations, scores)
     over_seeds = spreads(members)
     methods = list(dict.fromkeys(member.method for member in members))
     baseline = baseline or methods[0]
@@ -54,6 +55,9 @@ def evaluate_compare(
     if l0:
         printed.print("\nAt the same measured L0:", style="bold")
         _print_curves(points)
+    shown = {score.split(".")[0] for score in scores}
+    for note in dict.fromkeys(note for one in evaluations.values() for note in one.notes(shown)):
+        printed.print(note)
     if json is not None:
         everything = {"members": members, "spreads": over_seeds, "baseline": baseline, "differences": apart}
         write_json(json, as_json(everything | {"curves": points}))

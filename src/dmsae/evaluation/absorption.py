@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dmsae.activations.base_model import BaseModel
-from dmsae.config import require, require_whole
+from dmsae.config import Json, require, require_whole
 from dmsae.evaluation import logistic
 from dmsae.evaluation.spelling import LETTERS, SpellingConfig, Words, spelled_words
 from dmsae.evaluation.subject import Dictionary, Subject
@@ -103,6 +103,16 @@ class AbsorptionResult(NamedTuple):
     """Letters that the model represents. SAEBench asks for at least 20."""
     letters: list[LetterScore]
     meant_for: str = MEANT_FOR
+
+
+def why_no_score(result: Json, settings: Json) -> str:
+    """Return why a result has no scores; an empty text if it has."""
+    if result["n_letters"]:
+        return ""
+    return (
+        f"no letter's dense probe has an F1 score above {settings['min_probe_f1']} (--absorption.min-probe-f1), so the "
+        "model hardly represents first letters at the hook, and there is nothing to absorb"
+    )
 
 
 def measure(

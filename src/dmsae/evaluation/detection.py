@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dmsae.activations.base_model import BaseModel
 from dmsae.activations.store import Store
-from dmsae.config import require_whole
+from dmsae.config import Json, require_whole
 from dmsae.evaluation.firing_sample import HeldoutText, heldout_text, sample_latents
 from dmsae.evaluation.judge import Judge, JudgeConfig, Message
 from dmsae.evaluation.subject import Subject
@@ -102,6 +102,15 @@ class DetectionResult(NamedTuple):
     n_unclear: int
     """Latents for which the judge's answer was no list of numbers."""
     latents: list[LatentDetection]
+
+
+def why_no_score(result: Json, settings: Json) -> str:
+    """Return why a result has no scores; an empty text if it has."""
+    if result["n_latents"]:
+        return ""
+    if not result["n_unclear"]:
+        return "no latent that was drawn fires often enough in both halves of the text; raise --detection.n-tokens"
+    return f"none of the judge's {result['n_unclear']} answers was a list of numbers; try another model"
 
 
 def measure(

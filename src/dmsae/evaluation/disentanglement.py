@@ -29,6 +29,10 @@ from dmsae.evaluation.subject import Dictionary, Subject
 from dmsae.progress import SILENT, Progress
 from dmsae.seeds import generator
 
+CAVEAT = (
+    "attributes are read by probes at the hook, not from what the model writes: not to be set beside RAVEL's scores"
+)
+
 _TEMPERATURES = 1.0, 1e-4
 
 

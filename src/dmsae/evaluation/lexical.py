@@ -24,6 +24,8 @@ from dmsae.evaluation.subject import Dictionary, Subject
 from dmsae.progress import SILENT, Progress
 from dmsae.seeds import generator
 
+CAVEAT = "not interpretability: a latent for a comma is easy to predict, one for a meaning that many words share is not"
+
 
 @dataclass(frozen=True, slots=True)
 class LexicalConfig:

@@ -64,6 +64,10 @@ def _no_files(config: Any) -> Mapping[str, str]:
     return {}
 
 
+def _no_reason(result: Json, settings: Json) -> str:
+    return ""
+
+
 class Measure(NamedTuple):
     """A measure, and what calls and shows it."""
 
@@ -88,6 +92,10 @@ class Measure(NamedTuple):
     """Given its settings, the SHA-256 of each file of the user's that it reads: its results depend on them too."""
     scores_under: Callable[[Json], tuple[Score, ...]] | None = None
     """What tables show under settings as `evaluation.json` holds them, if it depends on them."""
+    caveat: str = ""
+    """What whoever reads its scores has to know; tables say it below them."""
+    why_no_score: Callable[[Json, Json], str] = _no_reason
+    """Given a result and the settings, why the result has no scores; empty if it has."""
 
     def shown(self, settings: Json) -> tuple[Score, ...]:
         """Return the figures that tables show of results with these settings."""
@@ -167,6 +175,8 @@ MEASURES: dict[str, Measure] = {
             Score("fraction_v032", "fraction as defined up\nto SAEBench 0.3.2", ceiling=0.0),
         ),
         version=2,
+        caveat=f"meant for {absorption.MEANT_FOR}; of smaller ones it says little",
+        why_no_score=absorption.why_no_score,
     ),
     "disentanglement": Measure(
         "whether a city's country, continent, language or time zone can be exchanged alone, as probes read them",
@@ -179,6 +189,7 @@ MEASURES: dict[str, Measure] = {
             Score("isolation", "isolation\n(share of pairs)", ceiling=1.0),
         ),
         version=2,
+        caveat=disentanglement.CAVEAT,
     ),
     "concept_removal": Measure(
         f"SCR and TPP, the effect of ablating a concept's latents; {concept_removal.CAVEAT}",
@@ -189,6 +200,7 @@ MEASURES: dict[str, Measure] = {
         version=3,
         files=lambda config: own_tables(config.concepts.tables),
         scores_under=_concept_removal_scores,
+        caveat=concept_removal.CAVEAT,
     ),
     "lexical_predictability": Measure(
         "how well firing is predicted from the tokens of a latent's top examples, with no judge",
@@ -197,6 +209,7 @@ MEASURES: dict[str, Measure] = {
         ("store",),
         (Score("lexical_predictability", "lexical predictability", ceiling=1.0, null="shuffled"),),
         same_nulls=_SAME_CODES,
+        caveat=lexical.CAVEAT,
     ),
     "detection": Measure(
         "how well a language model, at --detection.judge.url, tells from an explanation where a latent fires",
@@ -209,5 +222,6 @@ MEASURES: dict[str, Measure] = {
         ),
         same_nulls=_SAME_CODES,
         by_default=False,
+        why_no_score=detection.why_no_score,
     ),
 }

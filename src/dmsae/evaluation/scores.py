@@ -1,7 +1,7 @@
 """What an evaluation found: results by measure and subject, and every score held against its nulls."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -60,6 +60,25 @@ class Evaluation:
             for score in MEASURES[measure].shown(measured["settings"])
             for sae in self.saes()
         ]
+
+    def notes(self, measures: Collection[str] = ()) -> list[str]:
+        """Return what a reader of the scores has to know: caveats, and why an SAE has no score; of all measures, or
+        only of those named."""
+        notes: list[str] = []
+        for name in self.measures:
+            if name in MEASURES and (not measures or name in measures):
+                notes += [f"{name}: {caveat}." for caveat in [MEASURES[name].caveat] if caveat]
+                notes += self._without_score(name)
+        return notes
+
+    def _without_score(self, measure: str) -> list[str]:
+        """Return a sentence for each reason why SAEs have no score, which names them."""
+        measured = self.measures[measure]
+        without: dict[str, list[str]] = {}
+        for sae in self.saes():
+            reason = MEASURES[measure].why_no_score(measured["results"][sae], measured["settings"])
+            without.setdefault(reason, []).append(sae)
+        return [f"{measure} has no score of {', '.join(saes)}: {reason}." for reason, saes in without.items() if reason]
 
     def _row(self, sae: str, measure: str, score: Score) -> ScoreRow:
         results = self.measures[measure]["results"]
