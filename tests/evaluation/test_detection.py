@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,14 @@ QUESTION = [Message("system", "Be brief."), Message("user", "What is it?")]
 
 
 class Endpoint:
-    """A chat completion endpoint: `reply` gets the messages and returns the text, or a status, or bytes to send."""
+    """A chat completion endpoint: `reply` gets the messages and returns the text, or a status, or bytes to send, or
+    both of these."""
 
     def __init__(self) -> None:
         self.reply: Callable[[list[dict[str, str]]], Any] = lambda messages: "yes"
         self.requests: list[tuple[str, dict[str, Any], str | None]] = []
+        self.promised = 0
+        """Bytes that it says it will send; 0: it says nothing."""
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -41,9 +45,12 @@ class Endpoint:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 endpoint.requests.append((self.path, body, self.headers.get("Authorization")))
                 answer = endpoint.reply(body["messages"])
-                status = answer if isinstance(answer, int) else 200
+                status, answer = answer if isinstance(answer, tuple) else (200, answer)
+                status = answer if isinstance(answer, int) else status
                 data = answer if isinstance(answer, bytes) else json.dumps(self.completion(answer)).encode()
                 self.send_response(status)
+                if endpoint.promised:
+                    self.send_header("Content-Length", str(endpoint.promised))
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -151,7 +158,73 @@ def test_an_endpoint_that_does_not_answer_in_time_is_an_error(endpoint: Endpoint
         Judge(endpoint.config(timeout_seconds=0.05, tries=2)).ask(QUESTION, 7)
 
 
-@pytest.mark.parametrize("reply", [b"<html>", b"{}", b'{"choices": [{"message": {"content": null}}]}'])
+def test_an_answer_that_is_cut_off_is_asked_for_again(endpoint: Endpoint) -> None:
+    endpoint.promised = 1000
+    with pytest.raises(JudgeError, match=r"cannot be reached, after 3 tries: IncompleteRead"):
+        Judge(endpoint.config()).ask(QUESTION, 7)
+    assert len(endpoint.requests) == 3
+
+
+def test_parameters_that_are_refused_by_name_are_left_out_from_then_on(endpoint: Endpoint) -> None:
+    def newer(messages: list[dict[str, str]]) -> Any:
+        body = endpoint.requests[-1][1]
+        if "max_tokens" in body:
+            said = "Unsupported parameter: 'max_tokens'.\n Use 'max_completion_tokens' instead."
+            return 400, json.dumps({"error": {"message": said}}, indent=2).encode()
+        if "temperature" in body:
+            return 400, b'{"error": "Unsupported value: temperature does not support 0."}'
+        return "yes"
+
+    endpoint.reply = newer
+    judge = Judge(endpoint.config(tries=1))
+    assert judge.ask(QUESTION, 7) == judge.ask(QUESTION, 8) == "yes"
+    assert [set(body) - {"model", "messages"} for _, body, _ in endpoint.requests] == [
+        {"max_tokens", "temperature"},
+        {"temperature"},
+        set(),
+        set(),
+    ]
+
+
+def test_questions_under_way_at_once_may_all_be_refused(endpoint: Endpoint) -> None:
+    together = threading.Barrier(2)
+
+    def newer(messages: list[dict[str, str]]) -> Any:
+        if len(endpoint.requests) <= 2:
+            together.wait(5)
+            return 400, b"use max_completion_tokens"
+        return "yes"
+
+    endpoint.reply = newer
+    judge = Judge(endpoint.config(tries=1))
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda n: judge.ask(QUESTION, n), (7, 8))) == ["yes", "yes"]
+
+
+def test_what_an_endpoint_says_about_another_parameter_is_an_error(endpoint: Endpoint) -> None:
+    endpoint.reply = lambda messages: (400, b'{\n  "error": "temperature and model are unknown"\n}')
+    with pytest.raises(JudgeError, match=r'status 400 \(\{ "error": "temperature and model are unknown" \}\)'):
+        Judge(endpoint.config()).ask(QUESTION, 7)
+    assert len(endpoint.requests) == 2, "once as it is, and once without what it names"
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        ({"message": {"content": None}, "finish_reason": "length"}, "its finish_reason is 'length'"),
+        ({"message": {"content": ""}, "finish_reason": "length"}, "its finish_reason is 'length'"),
+        ({"message": {"content": None, "refusal": "I cannot."}, "finish_reason": "stop"}, "it says 'I cannot.'"),
+    ],
+)
+def test_a_completion_without_text_is_said_to_be_one(endpoint: Endpoint, choice: Any, why: str) -> None:
+    endpoint.reply = lambda messages: json.dumps({"choices": [choice]}).encode()
+    with pytest.raises(
+        JudgeError, match=f"The judge 'judge' at .* answers without any text; {why}. Name another model"
+    ):
+        Judge(endpoint.config()).ask(QUESTION, 7)
+
+
+@pytest.mark.parametrize("reply", [b"<html>", b"{}", b'{"choices": [{"message": {"content": 5}}]}'])
 def test_an_answer_of_another_kind_is_an_error(endpoint: Endpoint, reply: bytes) -> None:
     endpoint.reply = lambda messages: reply
     with pytest.raises(JudgeError, match="no chat completion"):

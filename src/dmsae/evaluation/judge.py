@@ -1,6 +1,7 @@
 """A language model as a judge, through any endpoint that speaks OpenAI's chat completions.
 
-Answers are kept in the cache by a hash of the question, so the same question is not asked, or paid for, twice.
+Answers are kept in the cache by a hash of the question, so the same question is not asked, or paid for, twice. A model
+that refuses the limit of tokens, or a temperature of 0, is asked without.
 """
 
 import json
@@ -10,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +20,9 @@ from dmsae.disk.files import canonical_hash, write_json
 from dmsae.errors import JudgeError, first_line
 
 _WORTH_ANOTHER_TRY = {408, 409, 429, 500, 502, 503, 504}
+_MAY_BE_REFUSED = {"max_tokens": "max_completion_tokens", "temperature": "temperature"}
+"""Parameters that newer models refuse, and what the refusal names."""
+_EXPLANATION_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,8 @@ class Judge:
         self._config = config
         self._address = f"{config.url.rstrip('/')}/chat/completions"
         self._cache = cache
+        self._refused: set[str] = set()
+        """Parameters that the endpoint has refused."""
 
     def ask(self, messages: Sequence[Message], max_tokens: int) -> str:
         """Return the model's answer."""
@@ -88,33 +95,54 @@ class Judge:
                 time.sleep(self._config.pause_seconds * 2 ** (number - 1))
             try:
                 return self._content(self._post(question))
-            except urllib.error.HTTPError as error:
-                reason = f"it answers with status {error.code} ({_explanation(error)})"
+            except _StatusError as error:
+                reason = f"it answers with status {error.code} ({error.shown})"
                 if error.code not in _WORTH_ANOTHER_TRY:
                     raise JudgeError(
-                        f"The judge {self._config.model!r} at {self._config.url} refuses: {reason}. Check judge.url, "
-                        f"judge.model and the key in ${self._config.key_variable}."
+                        f"{self._name} refuses: {reason}. Check judge.url, judge.model and the key in "
+                        f"${self._config.key_variable}."
                     ) from None
-            except OSError as error:  # no route, refused, reset, or no answer in time
+            except (OSError, HTTPException) as error:  # no route, refused, reset, cut off, or no answer in time
                 reason = first_line(error)
         raise JudgeError(
-            f"The judge {self._config.model!r} at {self._config.url} cannot be reached, after {self._config.tries} "
-            f"tries: {reason}. Check judge.url and the network. Answers so far are kept in the cache."
+            f"{self._name} cannot be reached, after {self._config.tries} tries: {reason}. Check judge.url and the "
+            "network. Answers so far are kept in the cache."
         )
 
+    @property
+    def _name(self) -> str:
+        return f"The judge {self._config.model!r} at {self._config.url}"
+
     def _post(self, question: Json) -> bytes:
+        """Return what comes back; a parameter that the endpoint refuses by name is left out from then on."""
+        sent = {name: value for name, value in question.items() if name not in self._refused}
+        try:
+            return self._send(sent)
+        except _StatusError as error:
+            refused = {name for name, sign in _MAY_BE_REFUSED.items() if name in sent and sign in error.text}
+            if error.code != 400 or not refused:
+                raise
+        self._refused |= refused
+        return self._post(question)
+
+    def _send(self, question: Json) -> bytes:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(self._config.key_variable):
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self._address, json.dumps(question).encode(), headers)
-        with urllib.request.urlopen(request, timeout=self._config.timeout_seconds) as response:
-            data: bytes = response.read()
-            return data
+        try:
+            with urllib.request.urlopen(request, timeout=self._config.timeout_seconds) as response:
+                data: bytes = response.read()
+                return data
+        except urllib.error.HTTPError as error:
+            raise _StatusError(error) from None
 
     def _content(self, data: bytes) -> str:
         try:
-            reply: Any = json.loads(data)
-            content: str = reply["choices"][0]["message"]["content"]
+            choice: Any = json.loads(data)["choices"][0]
+            content: str | None = choice["message"]["content"]
+            if content is None or (not content and choice.get("finish_reason") == "length"):
+                raise self._without_text(choice)
             return content.strip()
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             shown = data[:200].decode(errors="replace")
@@ -122,6 +150,32 @@ class Judge:
                 f"What {self._config.url} answers is no chat completion: {shown!r}. Check that judge.url ends in its "
                 "version, such as /v1."
             ) from None
+
+    def _without_text(self, choice: Json) -> JudgeError:
+        """Return the error for a chat completion that holds no text."""
+        refusal = choice["message"].get("refusal")
+        why = f"it says {str(refusal)[:200]!r}" if refusal else f"its finish_reason is {choice.get('finish_reason')!r}"
+        return JudgeError(
+            f"{self._name} answers without any text; {why}. Name another model with judge.model: one that does not "
+            "refuse, and that answers without thinking first, because the length of an answer is limited."
+        )
+
+
+class _StatusError(Exception):
+    """An endpoint answers with a status that is an error."""
+
+    def __init__(self, error: urllib.error.HTTPError) -> None:
+        self.code = error.code
+        try:
+            self.text = error.read(_EXPLANATION_BYTES).decode(errors="replace")
+        except (OSError, HTTPException):
+            self.text = error.reason
+        super().__init__(self.text)
+
+    @property
+    def shown(self) -> str:
+        """The beginning of what it says, on one line."""
+        return " ".join(self.text.split())[:300].rstrip(".")
 
 
 def _kept(file: Path) -> str | None:
@@ -131,11 +185,3 @@ def _kept(file: Path) -> str | None:
     except (OSError, ValueError, KeyError):
         return None
     return answer
-
-
-def _explanation(error: urllib.error.HTTPError) -> str:
-    """Return the beginning of what an endpoint says about an error."""
-    try:
-        return first_line(Exception(error.read(500).decode(errors="replace")))
-    except OSError:
-        return error.reason
