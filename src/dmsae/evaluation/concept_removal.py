@@ -12,8 +12,10 @@ with the lower accuracy before counts, as published.
 TPP = mean over i of (fall of probe i − mean fall of the other probes).
 
 A latent matters by (difference of its mean activations) · (probe · its decoder row): in absolute value for SCR; for TPP
-only latents that are more active in the class, and whose effect is positive. Codes are set to zero and the
-reconstruction error is kept. Probes are exact regressions on mean activations; SAEBench trains its own for some epochs.
+only latents that are more active in the class, and whose effect is positive. Where fewer than n qualify, fewer are
+ablated; SAEBench then adds latents whose effect is zero or negative, so its TPP may differ. Codes are set to zero and
+the reconstruction error is kept. Probes are exact regressions on mean activations; SAEBench trains its own for some
+epochs.
 """
 
 from collections.abc import Sequence
