@@ -65,9 +65,15 @@ def test_saes_are_measured_compared_and_matched(saes: list[str], capsys: pytest.
     group = pair["noncore"]
     assert group["all"]["n"] == 64
     mcc, nulls = group["mcc"], (group["null_decoder"], group["null_encoder"])
-    row = next(line for line in shown.splitlines() if "non-core" in line).split()[-9:]
+    row, firing, bins = (line.split()[4:] for line in shown.splitlines() if "non-core" in line)
     assert row[:3] == [f"{value:.3f}" for value in (mcc["decoder_signed"], mcc["decoder_absolute"], nulls[0])]
     assert row[4:7] == [f"{value:.3f}" for value in (mcc["encoder_signed"], mcc["encoder_absolute"], nulls[1])]
+    mine, random = group["all"], group["null_all"]
+    assert firing[:2] == [f"{mine['shared']:.3f}", f"{random['shared']:.3f}"]
+    assert (firing[4], firing[6]) == (f"{random['jaccard']:.3f}", f"{random['correlation']:.3f}")
+    figures = ("decoder", "encoder", "shared", "jaccard", "correlation")
+    both = [group[of][figure] for figure in figures for of in ("over_bins", "null_over_bins")]
+    assert bins == [f"{value:.3f}" for value in both]
     assert max(map(len, shown.splitlines())) <= 120
 
 

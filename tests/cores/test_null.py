@@ -55,3 +55,10 @@ def test_what_gives_no_directions_is_refused(tmp_path: Path) -> None:
         covariance_matched_rows(torch.ones(5, 2), 3)
     with pytest.raises(ConfigError, match="n = 0"):
         covariance_matched_rows(torch.eye(2), 0)
+
+
+def test_rows_are_the_same_however_many_weights_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(33, 5, generator=torch.Generator().manual_seed(0))
+    at_once = covariance_matched_rows(x, 51)
+    monkeypatch.setattr("dmsae.cores.null._WEIGHTS", 1)
+    torch.testing.assert_close(covariance_matched_rows(x, 51), at_once, rtol=0, atol=1e-6)

@@ -14,7 +14,8 @@ from dmsae.disk.layout import shard_file
 from dmsae.errors import ConfigError
 from dmsae.evaluation.assignment import match_rows
 from dmsae.evaluation.core_stability import core_stability
-from dmsae.evaluation.mcc_null import IsotropicNulls, own_covariance_null
+from dmsae.evaluation.mcc_null import IsotropicNulls, own_covariance_matching
+from dmsae.evaluation.random_partners import fire_as_often_
 from dmsae.evaluation.stability import Means, PairStability, StabilityConfig, mean_of_means, stability
 from dmsae.sae.config import DenseCore, DetectorCore, SAEConfig
 from dmsae.sae.detectors import Detectors
@@ -112,6 +113,70 @@ def test_a_core_that_is_the_same_is_compared_by_index(store: Store) -> None:
     assert core.mcc.decoder_signed == pytest.approx(1)
 
 
+def test_strangers_get_no_more_than_random_partners_that_fire_as_often(store: Store) -> None:
+    """Rows are uneven, rates differ: the null knows both."""
+    scale = torch.linspace(1.5, 0.5, D_MODEL)
+    saes = [random_sae(SAEConfig(D_MODEL, 300, 4, (300,)), seed) for seed in (0, 1)]
+    for sae in saes:
+        for rows in (sae.W_enc_noncore, sae.W_dec):
+            rows.copy_(torch.nn.functional.normalize(rows * scale))
+        sae.threshold.copy_(torch.linspace(0.1, 5, 300))
+    group = compare(saes[0], saes[1], store).noncore
+    assert group.all.shared is not None
+    assert group.all.shared > 0.2, "in so few dimensions many are shared by chance"
+    assert tuple(group.null_all) == pytest.approx(tuple(group.all), abs=0.06)
+    assert tuple(group.null_over_bins) == pytest.approx(tuple(group.over_bins), abs=0.06)
+    frequent = [one for one in group.bins if one.means.n >= 50]
+    assert len(frequent) > 1
+    for one in frequent:
+        assert tuple(one.null) == pytest.approx(tuple(one.means), abs=0.1)
+
+
+def test_copies_have_more_in_common_than_random_partners(store: Store) -> None:
+    sae = with_core(0, threshold=0.5)
+    pair = compare(sae, permuted(sae, N_CORE), store)
+    for group in (pair.core, pair.noncore):
+        assert group is not None
+        for real, null in ((group.all, group.null_all), (group.over_bins, group.null_over_bins)):
+            assert real.n == null.n
+            for figure in ("decoder", "encoder", "shared", "jaccard", "correlation"):
+                assert getattr(null, figure) < getattr(real, figure) - 0.1
+
+
+@pytest.mark.parametrize("widths", [(40, 60), (60, 40)])
+def test_random_partners_are_of_the_same_latents_and_fire_as_often(store: Store, widths: tuple[int, int]) -> None:
+    saes = [random_sae(SAEConfig(D_MODEL, width, 4, (width,)), width) for width in widths]
+    for sae in saes:
+        sae.threshold.copy_(torch.linspace(-1, 6, len(sae.threshold)))
+    group = compare(saes[0], saes[1], store).noncore
+    assert [one.null.n for one in group.bins] == [one.means.n for one in group.bins]
+    for one in group.bins:  # it depends on the rates of both partners alone
+        assert one.null.jaccard_chance == pytest.approx(one.means.jaccard_chance, rel=1e-3)
+    assert any(one.null.jaccard != one.means.jaccard for one in group.bins)
+
+
+def test_latents_are_made_to_fire_as_often_as_asked(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several parts and batches; some never, some on most tokens, one on all."""
+    monkeypatch.setattr("dmsae.evaluation.random_partners._KEPT", 4000)
+    monkeypatch.setattr("dmsae.evaluation.random_partners._MAX_BATCH", 300)
+    sae = random_sae(SAEConfig(D_MODEL, 8, 2, (8,)), 0)
+    sae.b_dec.fill_(0.3)
+    counts = torch.tensor([0, 1, 17, 400, 1000, 1500, 1999, 2])
+    fire_as_often_(sae, counts / 2000, store)
+    assert (sae.encode(store.heldout()) > 0).sum(0).tolist() == counts.tolist()
+    fire_as_often_(sae, torch.ones(8), store)
+    assert (sae.encode(store.heldout()) > 0).double().mean() > 0.999
+
+
+def test_without_a_spread_there_are_no_random_partners(store: Store) -> None:
+    core = DenseCore(1, 1)
+    saes = [random_sae(SAEConfig(D_MODEL, 20, 4, (10, 20), core), seed) for seed in (0, 1)]
+    group = compare(saes[0], saes[1], store).core
+    assert group is not None
+    assert group.all.decoder is not None
+    assert (group.null_decoder, *group.null_all[1:]) == (None,) * 7
+
+
 def test_sharing_takes_one_partner_by_encoder_and_decoder(store: Store) -> None:
     sae = random_sae(SAEConfig(D_MODEL, 8, 2, (8,)), 0)
     eye = torch.eye(8, D_MODEL)
@@ -200,12 +265,13 @@ def test_rows_that_crowd_together_have_a_stronger_null() -> None:
     nulls = []
     for first, second in (even, uneven):
         found = float(match_rows(first, second).cosines_K.mean())
-        nulls.append(own_covariance_null(first, second, seed=0))
+        null = own_covariance_matching(first, second, seed=0)
+        assert null is not None
+        nulls.append(float(null.cosines_K.mean()))
         assert nulls[-1] == pytest.approx(found, abs=0.03)
     assert nulls[0] == pytest.approx(isotropic, abs=0.03)
-    assert nulls[1] is not None
     assert nulls[1] > isotropic + 0.1
-    assert own_covariance_null(torch.ones(3, 20), even[0], seed=0) is None
+    assert own_covariance_matching(torch.ones(3, 20), even[0], seed=0) is None
 
 
 def test_the_null_is_simulated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +297,8 @@ def test_cores_are_compared_by_encoder_rows_and_lineage() -> None:
     assert (kept.carried.kept, kept.carried.new, kept.carried.dropped) == (1, 1, 1)
     assert kept.n_identical == 1
     assert kept.shared >= 0.5
+    assert kept.null_shared is not None
+    assert 0 <= kept.null_shared <= 1
     again = core_stability({"a": mine["0"], "b": mine["0"]}, StabilityConfig())[0]
     assert (again.encoder_signed, again.shared, again.n_identical) == pytest.approx((1, 1, len(cores[0])))
     stranger = replace(cores[1], provenance=replace(PROVENANCE, config={"seed": 1}))

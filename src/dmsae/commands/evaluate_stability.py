@@ -26,7 +26,7 @@ def evaluate_stability(
     store: str = "",
     root: Path | None = None,
 ) -> None:
-    """Compare latents of SAEs that were trained apart, such as seeds: matched one to one, beside random directions.
+    """Compare latents of SAEs that were trained apart, such as seeds: matched one to one, beside random ones.
 
     Core and other latents are compared separately. PW-MCC is the mean cosine of matched rows, signed or by size; shared
     are latents with one partner by encoder and by decoder; Jaccard and correlation say whether partners fire on the
@@ -79,11 +79,12 @@ def _compare_cores(places: Sequence[Path], config: "StabilityConfig") -> "Sequen
 
 
 _MCC = ("decoder", "|decoder|", "null", "part", "encoder", "|encoder|", "null", "part", "|random|")
-_FIRING = ("shared", "Jaccard", "by chance", "correlation", "bins: decoder", "bins: shared", "bins: Jaccard")
+_FIRING = ("shared", "null", "Jaccard", "by chance", "null", "correlation", "null")
+_BINS = ("decoder", "null", "encoder", "null", "shared", "null", "Jaccard", "null", "correlation", "null")
 
 
 def _print_saes(pairs: "Sequence[PairStability]") -> None:
-    """Print the SAEs by number, and two tables of a line for each group of latents of each pair."""
+    """Print the SAEs by number, and three tables of a line for each group of latents of each pair."""
     names = list(dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second)))
     for i, name in enumerate(names, 1):
         printed.print(f"{i}  {name}")
@@ -96,7 +97,10 @@ def _print_saes(pairs: "Sequence[PairStability]") -> None:
     printed.print("|random|: absolute, of directions drawn evenly.")
     printed.print("\nShared latents, and firing of partners:", style="bold")
     _print_groups(pairs, names, _FIRING, _firing)
-    printed.print("bins: means over bins of firing rate; decoder is signed PW-MCC.")
+    printed.print("null: of random partners that fire as often. by chance: the Jaccard if both fired independently.")
+    printed.print("\nMeans over bins of firing rate, each counting once:", style="bold")
+    _print_groups(pairs, names, _BINS, _over_bins)
+    printed.print("decoder, encoder: signed cosines of partners. null: of random partners that fire as often.")
     if len(pairs) > 1:
         printed.print("Pairs share SAEs and depend on each other: their mean has no interval.")
 
@@ -135,23 +139,34 @@ def _mcc(group: "GroupStability") -> tuple[float | None, ...]:
 
 
 def _firing(group: "GroupStability") -> tuple[float | None, ...]:
-    means, bins = group.all, group.over_bins
-    firing = (means.shared, means.jaccard, means.jaccard_chance, means.correlation)
-    return (*firing, bins.decoder, bins.shared, bins.jaccard)
+    means, null = group.all, group.null_all
+    jaccard = (means.jaccard, means.jaccard_chance, null.jaccard)
+    return (means.shared, null.shared, *jaccard, means.correlation, null.correlation)
+
+
+def _over_bins(group: "GroupStability") -> tuple[float | None, ...]:
+    bins, null = group.over_bins, group.null_over_bins
+    return (
+        bins.decoder, null.decoder, bins.encoder, null.encoder, bins.shared, null.shared,
+        bins.jaccard, null.jaccard, bins.correlation, null.correlation,
+    )  # fmt: skip
 
 
 def _print_cores(pairs: "Sequence[CorePairStability]") -> None:
     """Print a line for each pair of cores."""
     table = plain_table(
-        "first", "second", "latents", "and", "encoder", "absolute", "null", "shared", "identical", "kept by lineage"
-    )
+        "first", "second", "latents", "and", "encoder", "null", "absolute", "|random|", "shared", "null", "identical",
+        "kept by lineage",
+    )  # fmt: skip
     for pair in pairs:
-        figures = (pair.encoder_signed, pair.encoder_absolute, pair.null_encoder, pair.shared)
+        matched = (pair.encoder_signed, pair.null_encoder, pair.encoder_absolute, pair.null_isotropic.absolute)
+        figures = (*matched, pair.shared, pair.null_shared)
         carried = str(pair.carried.kept) if pair.carried else "–"
         sizes = (str(pair.n_first), str(pair.n_second))
         table.add_row(pair.first, pair.second, *sizes, *map(number, figures), str(pair.n_identical), carried)
     printed.print(table)
     printed.print("encoder: PW-MCC, signed. null: that of random directions with the covariance of the rows.")
+    printed.print("absolute: with the best match by size. |random|: that of directions drawn evenly.")
     printed.print("identical: rows the same to the bit. Only cores of one run have a lineage in common.")
 
 

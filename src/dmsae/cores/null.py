@@ -14,6 +14,9 @@ from dmsae.cores.statistics import sample_activations
 from dmsae.errors import StoreError
 from dmsae.seeds import generator
 
+_WEIGHTS = 1 << 26
+"""Weights that are held at a time: half a GiB of them."""
+
 
 def covariance_matched_rows(activations: Store | Tensor, n: int, seed: int = 0) -> Tensor:
     """Return n random unit rows [n, D] drawn with the covariance of activations, given as a store or as rows [*, D].
@@ -25,5 +28,10 @@ def covariance_matched_rows(activations: Store | Tensor, n: int, seed: int = 0) 
     centred = x.double() - x.double().mean(0)
     if not centred.any():
         raise StoreError("The activations are all the same: they have no covariance to draw from.")
-    weights = torch.randn(n, len(x), generator=generator(seed, "covariance matched"), dtype=torch.float64)
-    return torch.nn.functional.normalize(weights @ centred, dim=1).float()
+    draws = generator(seed, "covariance matched")
+    n_at_once = max(16, _WEIGHTS // len(x) // 16 * 16)  # in multiples of 16, the generator draws the same as at once
+    parts = [
+        torch.randn(min(n_at_once, n - start), len(x), generator=draws, dtype=torch.float64) @ centred
+        for start in range(0, n, n_at_once)
+    ]
+    return torch.nn.functional.normalize(torch.cat(parts), dim=1).float()

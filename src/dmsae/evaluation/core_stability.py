@@ -10,8 +10,8 @@ import torch
 from dmsae.config import require
 from dmsae.cores.compare import CarryOver, carry_over, n_identical_rows, require_comparable
 from dmsae.cores.core import Core
-from dmsae.evaluation.assignment import match_rows
-from dmsae.evaluation.mcc_null import IsotropicNulls, NullMcc, own_covariance_null
+from dmsae.evaluation.assignment import Matching, match_rows
+from dmsae.evaluation.mcc_null import IsotropicNulls, NullMcc, own_covariance_matching
 from dmsae.evaluation.stability import StabilityConfig
 from dmsae.progress import SILENT, Progress
 
@@ -32,6 +32,8 @@ class CorePairStability(NamedTuple):
     """Directions drawn with the covariance of the rows, signed."""
     shared: float
     """Share of the smaller core whose partner is above the bound."""
+    null_shared: float | None
+    """The same for random directions with the covariance of the rows."""
     n_identical: int
     """Rows that are the same to the bit: frozen ones agree by construction."""
     carried: CarryOver | None
@@ -64,6 +66,7 @@ def _pair(
 ) -> CorePairStability:
     require_comparable(one, other)
     signed, absolute = (match_rows(one.encoder_CD, other.encoder_CD, by_size) for by_size in (False, True))
+    null = own_covariance_matching(one.encoder_CD, other.encoder_CD, config.seed)
     return CorePairStability(
         first,
         second,
@@ -72,8 +75,13 @@ def _pair(
         encoder_signed=float(signed.cosines_K.nanmean()),
         encoder_absolute=float(absolute.cosines_K.abs().nanmean()),
         null_isotropic=nulls.of(len(one), len(other), one.encoder_CD.shape[1]),
-        null_encoder=own_covariance_null(one.encoder_CD, other.encoder_CD, config.seed),
-        shared=float((signed.cosines_K[signed.matched] > config.min_cosine).double().mean()),
+        null_encoder=None if null is None else float(null.cosines_K.nanmean()),
+        shared=_share_above(signed, config.min_cosine),
+        null_shared=None if null is None else _share_above(null, config.min_cosine),
         n_identical=n_identical_rows(one, other),
         carried=carry_over(other, one) if one.provenance == other.provenance else None,
     )
+
+
+def _share_above(matching: Matching, min_cosine: float) -> float:
+    return float((matching.cosines_K[matching.matched] > min_cosine).double().mean())

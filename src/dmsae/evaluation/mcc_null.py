@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dmsae.cores.null import covariance_matched_rows
 from dmsae.disk.files import canonical_hash
-from dmsae.evaluation.assignment import match_rows
+from dmsae.evaluation.assignment import Matching, match_rows
 from dmsae.evaluation.shared import kept_tensors
 from dmsae.seeds import derive_seed, generator
 
@@ -46,16 +46,22 @@ class IsotropicNulls:
         return self._known[sizes]
 
 
-def own_covariance_null(first_KD: Tensor, second_KD: Tensor, seed: int) -> float | None:
-    """Return the signed PW-MCC of random directions that are as unevenly spread as two sets of rows, each as its own.
+def rows_like(rows_KD: Tensor, seed: int, side: int) -> Tensor | None:
+    """Return as many random directions that are as unevenly spread as some rows; None for rows without a spread.
+
+    Seed and side (the first or the second of two SAEs) decide how the rows are combined. Drawn with the same, decoder
+    and encoder rows of an SAE are combined in the same way, and row i of either belongs to one random latent.
+    """
+    unit = torch.nn.functional.normalize(rows_KD.detach().double().cpu(), dim=1)
+    if (unit == unit[0]).all():
+        return None
+    return covariance_matched_rows(unit, len(unit), derive_seed(seed, "own covariance", side))
+
+
+def own_covariance_matching(first_KD: Tensor, second_KD: Tensor, seed: int) -> Matching | None:
+    """Return the matching of random directions that are as unevenly spread as two sets of rows, each as its own.
 
     It is what two sets have in common because they fill the same part of the space. None for sets without a spread.
     """
-    unit = [torch.nn.functional.normalize(rows.detach().double().cpu(), dim=1) for rows in (first_KD, second_KD)]
-    if any((rows == rows[0]).all() for rows in unit):
-        return None
-    first, second = (
-        covariance_matched_rows(rows, len(rows), derive_seed(seed, "own covariance", side))
-        for side, rows in enumerate(unit)
-    )
-    return float(match_rows(first, second).cosines_K.nanmean())
+    first, second = (rows_like(rows, seed, side) for side, rows in enumerate((first_KD, second_KD)))
+    return None if first is None or second is None else match_rows(first, second)

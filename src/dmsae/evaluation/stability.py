@@ -3,7 +3,8 @@
 Latents of two SAEs are matched one to one, by decoder and by encoder, those of the core and all others separately. The
 mean matched cosine is PW-MCC (Song et al. 2025, arXiv:2505.20254); a latent counts as shared when both matchings give
 it the same partner at a cosine above 0.7 (Paulo & Belrose 2025, arXiv:2501.16615). Frequent latents are shared more, so
-every figure is also given per bin of firing rate, and as the mean over bins. Only the draws of nulls depend on which of
+every figure is also given per bin of firing rate, and as the mean over bins. The null of all these figures are random
+partners that fire as often as the real ones (`random_partners`). Only the draws of nulls depend on which of
 two SAEs is the first. Pairs of three or more SAEs depend on each other: each is reported, and their mean without an
 interval.
 """
@@ -21,14 +22,16 @@ from dmsae.activations.store import Store
 from dmsae.config import require, require_whole
 from dmsae.evaluation.activity import rate_edges
 from dmsae.evaluation.assignment import Matching, match_rows
-from dmsae.evaluation.mcc_null import IsotropicNulls, NullMcc, own_covariance_null
+from dmsae.evaluation.mcc_null import IsotropicNulls, NullMcc, rows_like
+from dmsae.evaluation.partners import Part, Partners
+from dmsae.evaluation.random_partners import Drawn, random_values
 from dmsae.evaluation.subject import Subject, require_heldout
 from dmsae.evaluation.survival import between
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.sae import SAE
 
-_STEPS = 6
-"""Four matchings of a group of latents, its nulls, and one comparison of firing."""
+_STEPS = 7
+"""Four matchings of a group of latents, random directions, a comparison of firing, and one with random partners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class RateBin(NamedTuple):
     low: float
     high: float
     means: Means
+    null: Means
+    """The same latents with random partners."""
 
 
 class Mcc(NamedTuple):
@@ -102,6 +107,10 @@ class GroupStability(NamedTuple):
     """Matched latents that fire in neither SAE. They are in no bin."""
     over_bins: Means
     """The mean over bins, each counting once, of those that the core and the other latents both have."""
+    null_all: Means
+    """What `all` is for random partners that fire as often: the null of each of its figures."""
+    null_over_bins: Means
+    """The same for `over_bins`."""
 
 
 class PairStability(NamedTuple):
@@ -160,24 +169,12 @@ def _groups(
 ) -> "dict[str, _Group]":
     """Return the core and the other latents of two SAEs, matched; no core unless both have one."""
     core, other_core = one.config.n_core, other.config.n_core
-    outside = _Part(one, slice(core, one.config.width)), _Part(other, slice(other_core, other.config.width))
+    outside = Part(one, slice(core, one.config.width)), Part(other, slice(other_core, other.config.width))
     groups = {"noncore": _Group(*outside, store, config, step)}
     if _both_have_cores(one, other):
-        inside = _Part(one, slice(0, core)), _Part(other, slice(0, other_core))
+        inside = Part(one, slice(0, core)), Part(other, slice(0, other_core))
         groups["core"] = _Group(*inside, store, config, step, by_index=_same_core(one, other))
     return groups
-
-
-class _Part(NamedTuple):
-    """Some latents of an SAE, one after another."""
-
-    sae: SAE
-    latents: slice
-
-    @property
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Decoder and encoder rows."""
-        return self.sae.W_dec[self.latents], self.sae.W_enc[self.latents]
 
 
 class _Group:
@@ -185,41 +182,37 @@ class _Group:
 
     def __init__(
         self,
-        one: _Part,
-        other: _Part,
+        one: Part,
+        other: Part,
         store: Store,
         config: StabilityConfig,
         step: Callable[[], None],
         by_index: bool = False,
     ) -> None:
-        rows = list(zip(one.rows, other.rows, strict=True))
-        self._n, self._edges = (len(rows[0][0]), len(rows[0][1])), rate_edges(config.bins_per_decade)
+        parts = one, other
+        self._n, self._edges = (one.n, other.n), rate_edges(config.bins_per_decade)
         self._d_model = one.sae.config.d_model
-        decoder, encoder, self._mcc = _matchings(rows, step)
-        self._nulls = [own_covariance_null(*both, config.seed) for both in rows]
+        decoder, encoder, self._mcc = _matchings(list(zip(one.rows, other.rows, strict=True)), step)
+        drawn = [Drawn(*(rows_like(rows, config.seed, side) for rows in part.rows)) for side, part in enumerate(parts)]
+        self._nulls = [_mcc_of(*both) for both in zip(*drawn, strict=True)]
         step()
-        if by_index:  # the core is the same one: a latent's partner is the latent in its place
-            partners = torch.arange(self._n[0])
-            cosines = [torch.cosine_similarity(a.double(), b.double()).cpu() for a, b in rows]
-            same = torch.ones_like(partners, dtype=torch.bool)
-        else:
-            partners, cosines = decoder.partners_K, [decoder.cosines_K, _of_both(encoder, decoder, self._n[1])]
-            same = decoder.partners_K == encoder.partners_K
-        matched = (partners >= 0).nonzero().squeeze(1)
-        latents, others = matched + one.latents.start, partners[matched] + other.latents.start
+        # A core that is the same one is not matched: a latent's partner is the latent in its place.
+        partners = Partners.by_index(*parts) if by_index else Partners.by_rows(decoder, encoder, other.n)
+        matched = (partners.of_K >= 0).nonzero().squeeze(1)
+        places = matched, partners.of_K[matched]
+        latents, others = (places_C + part.latents.start for places_C, part in zip(places, parts, strict=True))
         alike = between(one.sae, latents, other.sae, others, store, n_top=1)
         step()
-        above = (cosines[0] > config.min_cosine) & (cosines[1] > config.min_cosine)
-        self._rates = (alike.rate_before_C + alike.rate_after_C) / 2
-        self._values = {
-            "decoder": cosines[0][matched],
-            "encoder": cosines[1][matched],
-            "shared": (same & above)[matched].double(),
-            "jaccard": alike.jaccard_C,
-            "jaccard_chance": alike.jaccard_chance_C,
-            "correlation": alike.correlation_C,
-        }
+        rates = alike.rate_before_C, alike.rate_after_C
+        self._rates = (rates[0] + rates[1]) / 2
         self._bin = torch.bucketize(self._rates, self._edges)
+        self._values = partners.values(alike, matched, config.min_cosine)
+        # The more numerous ones are replaced: then every one of the others has a random partner, too.
+        kept, replaced = (0, 1) if one.n <= other.n else (1, 0)
+        self._null_values = random_values(
+            parts[kept], places[kept], parts[replaced], rates[replaced], drawn[replaced], store, config.min_cosine
+        )
+        step()
 
     @property
     def occupied(self) -> set[int]:
@@ -230,28 +223,36 @@ class _Group:
         """Return the figures; the mean over bins takes those named."""
         per_bin = {
             index: RateBin(
-                float(self._edges[max(0, index - 1)]), float(self._edges[index]), self._means(self._in_bin(index))
+                float(self._edges[max(0, index - 1)]),
+                float(self._edges[index]),
+                _means(self._values, self._in_bin(index)),
+                _means(self._null_values, self._in_bin(index)),
             )
             for index in sorted(self.occupied)
         }
-        over = [per_bin[index].means for index in sorted(bins)]
+        over = [per_bin[index] for index in sorted(bins)]
+        everywhere = torch.ones(len(self._rates), dtype=torch.bool)
         return GroupStability(
             *self._n,
             mcc=self._mcc,
             null_isotropic=nulls.of(*self._n, self._d_model),
             null_decoder=self._nulls[0],
             null_encoder=self._nulls[1],
-            all=self._means(torch.ones(len(self._rates), dtype=torch.bool)),
+            all=_means(self._values, everywhere),
             bins=list(per_bin.values()),
             n_silent=int((self._rates == 0).sum()),
-            over_bins=mean_of_means(over),
+            over_bins=mean_of_means([one.means for one in over]),
+            null_all=_means(self._null_values, everywhere),
+            null_over_bins=mean_of_means([one.null for one in over]),
         )
 
     def _in_bin(self, index: int) -> Tensor:
         return (self._bin == index) & (self._rates > 0)
 
-    def _means(self, which: Tensor) -> Means:
-        return Means(int(which.sum()), **{name: _mean_or_none(values[which]) for name, values in self._values.items()})
+
+def _mcc_of(first: Tensor | None, second: Tensor | None) -> float | None:
+    """Return the signed PW-MCC of random directions; None if there are none."""
+    return None if first is None or second is None else _mean(match_rows(first, second).cosines_K)
 
 
 def _matchings(rows: list[tuple[Tensor, Tensor]], step: Callable[[], None]) -> tuple[Matching, Matching, Mcc]:
@@ -273,12 +274,8 @@ def _matchings(rows: list[tuple[Tensor, Tensor]], step: Callable[[], None]) -> t
     )
 
 
-def _of_both(encoder: Matching, decoder: Matching, n_second: int) -> Tensor:
-    """Return the mean encoder cosine of each latent and its partner by decoder, each with its partner by encoder."""
-    of_second = torch.full((n_second,), torch.nan, dtype=torch.float64)
-    of_second[encoder.partners_K[encoder.matched]] = encoder.cosines_K[encoder.matched]
-    of_partner = of_second[decoder.partners_K].where(decoder.matched, torch.nan)
-    return torch.stack([encoder.cosines_K, of_partner]).nanmean(0)
+def _means(values: Mapping[str, Tensor], which: Tensor) -> Means:
+    return Means(int(which.sum()), **{name: _mean_or_none(of_latents[which]) for name, of_latents in values.items()})
 
 
 def mean_of_means(means: Sequence[Means]) -> Means:
