@@ -60,10 +60,23 @@ def test_saes_are_named_after_their_folders_and_their_figures_shown(run: Any, st
 
 
 def test_what_has_not_run_is_listed(run: Any, store: Store, tmp_path: Path) -> None:
-    sae = saved(tmp_path / "one", made_from(store))
-    shown = run(sae, "--evals", "autointerp", "scr", plan={"one": "not run"})
+    saes = [saved(tmp_path / name, made_from(store), seed) for seed, name in enumerate(("one", "two"))]
+    shown = run(*saes, "--evals", "autointerp", "scr", plan={"one": "not run"})
     assert "scr, one: not run. It needs a judge." in shown
     assert "autointerp, one: not run. It needs a judge." in shown
+
+
+@pytest.mark.parametrize("ended", ["not run", "failed"])
+def test_without_any_result_the_command_fails_after_its_summary(
+    ended: str, run: Any, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sae = saved(tmp_path / "one", made_from(store))
+    with pytest.raises(SystemExit) as stopped:
+        run(sae, "--evals", "autointerp", "core", "--small", plan={"one": ended})
+    assert stopped.value.code == 2
+    shown = capsys.readouterr()
+    assert f"core, one: {ended}. It needs a judge." in shown.out
+    assert "No eval gave a result" in shown.err
 
 
 def test_a_settings_file_changes_single_settings(run: Any, store: Store, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("sae_bench", reason=SKIP)
 from sae_bench.sae_bench_utils.graphing_utils import find_eval_results_files, get_core_results, get_eval_results
 
 from dmsae.errors import ConfigError
-from dmsae.evaluation.saebench import package
+from dmsae.evaluation.saebench import needs, package
 from dmsae.evaluation.saebench.evals import EVALS, settings_of
 from dmsae.evaluation.saebench.job import Event, How, Job, JobSAE
 from dmsae.evaluation.saebench.results import read_figures
@@ -164,6 +164,18 @@ def test_an_eval_that_cannot_run_here_names_what_is_missing(
     events = run(job_of(name, saes[:1], tiny_model, 0, tmp_path / "out", **settings)).events
     assert [event.kind for event in events] == ["ready", "not run"]
     assert lacks in events[-1].text
+
+
+def test_only_a_data_set_that_a_setting_names_can_be_changed(
+    tiny_model: Path, saes: list[JobSAE], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(needs.transformers, "__version__", "4.57.0")
+    settings = settings_of(["core"], small=False)["core"]
+    core, ravel = (job_of(name, saes, tiny_model, 0, tmp_path, **settings) for name in ("core", "ravel"))
+    below = "put a copy into <owner>/<name> below --data"
+    assert needs.missing(core, "gemma-2-2b").endswith(f"{below}, or change core.dataset.")
+    assert needs.missing(ravel, "gemma-2-2b").endswith(f"{below}.")
 
 
 def test_unknown_settings_are_refused_with_the_nearest(tiny_model: Path, saes: list[JobSAE], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dmsae.commands.output import number, plain_table
 from dmsae.commands.output import out as printed
 from dmsae.commands.terminal import TERMINAL
 from dmsae.disk import layout
-from dmsae.errors import ConfigError
+from dmsae.errors import BenchmarkError, ConfigError
 from dmsae.evaluation.saebench.evals import EVALS, HELDOUT, read_changes, settings_of
 from dmsae.evaluation.saebench.job import How
 
@@ -77,6 +77,8 @@ def evaluate_saebench(
     )
     print_summary(summary, small)
     printed.print(f"Results are below {out}; {out / layout.SUMMARY} has them all.")
+    if not summary.has_results():
+        raise BenchmarkError(f"No eval gave a result. {out / layout.SUMMARY} says why for each; so do the lines above.")
 
 
 def _text(store: "Store") -> "HeldoutText":

@@ -50,8 +50,8 @@ def _scr_data() -> list[str]:
     return list(ScrAndTppEvalConfig().dataset_names)
 
 
-def _missing_data(job: Job, names: list[str], setting: str) -> str:
-    """Return which data sets are neither here nor on a Hub that answers."""
+def _missing_data(job: Job, names: list[str], setting: str = "") -> str:
+    """Return which data sets are neither here nor on a Hub that answers; `setting` is the one that names others."""
     wanted = list(dict.fromkeys(name.split("_class_set")[0].removesuffix("_sentiment") for name in names))
     lacking = {name: why for name in wanted if (why := _why_not(job, name))}
     if not lacking:
@@ -59,7 +59,8 @@ def _missing_data(job: Job, names: list[str], setting: str) -> str:
     what = f"data set {next(iter(lacking))}" if len(lacking) == 1 else f"data sets {', '.join(lacking)}"
     return (
         f"It needs the {what}: not on this machine, and the Hub cannot be asked ({next(iter(lacking.values()))}). Run "
-        f"it where the Hub can be reached, put a copy into <owner>/<name> below --data, or change {setting}."
+        "it where the Hub can be reached, or put a copy into <owner>/<name> below --data"
+        + (f", or change {setting}." if setting else ".")
     )
 
 
@@ -88,7 +89,7 @@ def _missing_for_ravel(job: Job, model_name: str) -> str:
             f"It takes the output of a block to be a tuple; transformers {transformers.__version__} gives a tensor. It "
             "needs an environment with transformers below 5."
         )
-    return _missing_data(job, ["adamkarvonen/ravel_prompts"], "nothing: it has no other data")
+    return _missing_data(job, ["adamkarvonen/ravel_prompts"])
 
 
 def _missing_for_unlearning(job: Job, model_name: str) -> str:
@@ -96,7 +97,7 @@ def _missing_for_unlearning(job: Job, model_name: str) -> str:
         return f"It has a prompt only for {_UNLEARNING_MODEL}; these SAEs are of {job.model.name}."
     if job.how.data is None or not (job.how.data / FORGET).is_file():
         return f"It needs {FORGET}, which its authors give out on request (cais/wmdp-corpora). Put it below --data."
-    return _missing_data(job, ["cais/wmdp", "cais/mmlu"], "nothing: it has no other data")
+    return _missing_data(job, ["cais/wmdp", "cais/mmlu"])
 
 
 def _missing_for_autointerp(job: Job) -> str:

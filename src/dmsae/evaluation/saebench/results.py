@@ -62,6 +62,10 @@ class Summary:
         with_result = {outcome.eval for outcome in self.outcomes if outcome.figures}
         return {name: reason for name, reason in ended.items() if name not in with_result}
 
+    def has_results(self) -> bool:
+        """Return whether any eval gave a result."""
+        return any(outcome.state in ("done", "kept") for outcome in self.outcomes)
+
     def save(self, out: Path) -> None:
         """Write `summary.json`."""
         outcomes = [outcome._asdict() for outcome in self.outcomes]
