@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,16 @@ def test_a_result_with_other_settings_is_made_again(bench: Bench) -> None:
     assert [one.state for one in again.outcomes] == ["done", "done"]
 
 
+def test_a_result_of_another_version_of_the_package_is_made_again(bench: Bench) -> None:
+    installed = bench.environment / "lib" / "python3.11" / "site-packages"
+    for version in ("0.6.0", "0.7.0"):
+        shutil.rmtree(installed, ignore_errors=True)
+        (installed / f"sae_bench-{version}.dist-info").mkdir(parents=True)
+        (installed / f"sae_bench-{version}.dist-info" / "METADATA").write_text(f"Name: sae-bench\nVersion: {version}\n")
+        assert [one.state for one in bench.run("core").outcomes] == ["done", "done"]
+        assert [one.state for one in bench.run("core").outcomes] == ["kept", "kept"]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -86,6 +97,7 @@ def test_a_result_with_other_settings_is_made_again(bench: Bench) -> None:
         {"how": How(data=Path("data"))},
         {"settings": {"k": 2}},
         {"model": replace(MODEL, layer=4)},
+        {"versions": {"sae-bench": "0.7.0"}},
     ],
 )
 def test_a_result_depends_on_all_that_can_change_it(change: dict[str, Any]) -> None:

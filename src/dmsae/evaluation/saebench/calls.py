@@ -55,7 +55,7 @@ class Call(NamedTuple):
     def shared(self, *names: str) -> Path:
         """Return a place for what does not depend on the SAE, keyed by settings of the eval on which it does."""
         settings = [self.job.settings.get(name) for name in names]
-        key = canonical_hash([settings, self.job.how.seed, self.job.how.dtype])[:12]
+        key = canonical_hash([settings, self.job.how.seed, self.job.how.dtype, self.job.versions])[:12]
         return self.job.cache / self.job.eval / key
 
     def config(self, make: Callable[..., Any], **fixed: Any) -> Any:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 from dmsae.errors import BenchmarkError
@@ -13,6 +14,9 @@ VARIABLE = "DMSAE_SAEBENCH"
 """Names the environment's directory when it is not given."""
 DEFAULT = Path(".venv-saebench")
 """Where `make saebench-env` builds it, as seen from the project's directory."""
+
+MEASURING = ("sae-bench", "sae-probes", "sae-lens", "transformer-lens", "transformers")
+"""Packages that decide what an eval measures, and how the model is read."""
 
 _SETTINGS = {
     "JAXTYPING_DISABLE": "1",  # sparse probing has a shape annotation that does not hold
@@ -35,6 +39,13 @@ def find_python(environment: Path | None = None) -> Path:
             f"where it is with --env or ${VARIABLE}."
         )
     return python.absolute()  # not resolved: the link itself is what makes it an environment
+
+
+def measuring_versions(python: Path) -> dict[str, str]:
+    """Return the versions of the packages that measure, read from the files of the environment without starting it."""
+    places = [str(place) for place in python.parent.parent.glob("lib/python*/site-packages")]
+    found = ((name, metadata.distributions(name=name, path=places)) for name in MEASURING)
+    return {name: one.version for name, distributions in found for one in distributions}
 
 
 @contextmanager

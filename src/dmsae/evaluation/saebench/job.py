@@ -84,10 +84,17 @@ class Job:
     cache: Path
     """Where what does not depend on an SAE is kept, and what an interrupted eval had finished."""
     how: How = field(default_factory=How)
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of the packages that measure, by name."""
 
     def key(self, sae: JobSAE) -> str:
-        """Return a hash of all that the result of an SAE depends on."""
-        how = [self.how.dtype, self.how.seed, self.how.prepend_bos, str(self.how.data)]
+        """Return a hash of all that the result of an SAE depends on.
+
+        The versions of SAEBench and of the packages through which it reads models and tables are among it: another
+        version may define a score anew, as absorption was after v0.3.2. Those of torch and numpy are not, which change
+        the last digits; the record of a result has them.
+        """
+        how = [self.how.dtype, self.how.seed, self.how.prepend_bos, str(self.how.data), self.versions]
         return canonical_hash([sae.digest, self.eval, self.settings, self.model.digest, self.model.layer, *how])
 
     def activations(self) -> Path:

@@ -17,7 +17,7 @@ from dmsae.config import to_dict
 from dmsae.disk import layout
 from dmsae.disk.files import exclusive_lock
 from dmsae.errors import BenchmarkError, ConfigError
-from dmsae.evaluation.saebench.environment import find_python, started
+from dmsae.evaluation.saebench.environment import find_python, measuring_versions, started
 from dmsae.evaluation.saebench.evals import HELDOUT, require_evals, settings_of
 from dmsae.evaluation.saebench.heldout import HeldoutText
 from dmsae.evaluation.saebench.job import Event, How, Job, JobModel, JobSAE, require_name, routed_by
@@ -48,6 +48,7 @@ def run_saebench(
     is text for the core eval.
     """
     python = find_python(environment)
+    versions = measuring_versions(python)
     evals = require_evals(evals)
     settings = settings_of(evals, small, changes)
     for chosen in settings.values():
@@ -68,7 +69,7 @@ def run_saebench(
     with exclusive_lock(out / layout.LOCK, f"The results in {out}"):
         for index, name in enumerate(evals):
             progress.note(f"{name} ({index + 1} of {len(evals)})")
-            job = Job(name, tuple(saes), model, settings[name], out, cache, how or How())
+            job = Job(name, tuple(saes), model, settings[name], out, cache, how or How(), versions)
             summary.outcomes.extend(_run(job, python, progress))
             summary.save(out)
     return summary
