@@ -29,7 +29,8 @@ for sae in job.saes:
         say(what, sae.name, "It needs a judge.")
         continue
     result = {key: "" for key in plan["keys"]}
-    result |= {"eval_result_metrics": plan["metrics"], "sae_lens_release_id": sae.name}
+    metrics = plan.get("metrics of", {}).get(sae.name, plan["metrics"])
+    result |= {"eval_result_metrics": metrics, "sae_lens_release_id": sae.name}
     for path, content in ((job.result(sae), result), (job.record(sae), {"key": job.key(sae), "figures": {"FVE": 0.5}})):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content))

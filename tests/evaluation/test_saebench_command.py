@@ -12,6 +12,8 @@ from dmsae.activations.base_model import ModelConfig, identify
 from dmsae.activations.harvest import harvest
 from dmsae.activations.store import Store
 from dmsae.config import to_dict
+from dmsae.evaluation.saebench.job import require_name
+from dmsae.evaluation.saebench.nulls import SAVABLE
 from dmsae.sae.config import SAEConfig
 from dmsae.sae.sae import SAE
 from fake_saebench import fake_environment, write_plan
@@ -41,6 +43,11 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         return " ".join(capsys.readouterr().out.split())
 
     return run
+
+
+def states(results: Path) -> list[str]:
+    """How each SAE and null ended, in the order in which they ran."""
+    return [outcome["state"] for outcome in json.loads((results / "summary.json").read_text())["outcomes"]]
 
 
 def made_from(store: Store) -> dict[str, Any]:
@@ -77,6 +84,56 @@ def test_without_any_result_the_command_fails_after_its_summary(
     shown = capsys.readouterr()
     assert f"core, one: {ended}. It needs a judge." in shown.out
     assert "No eval gave a result" in shown.err
+
+
+def test_nulls_are_filed_under_names_of_their_own_and_shown_beside_their_sae(
+    run: Any, store: Store, tmp_path: Path
+) -> None:
+    saes = [saved(tmp_path / name, made_from(store), seed) for seed, name in enumerate(("one", "two"))]
+    asked = (*saes, "--evals", "core", "--small", "--share-nulls", "0", "--nulls", "untrained", "permuted_decoder")
+    l0 = {"one": 30.0, "one-untrained": 29.0, "one-permuted_decoder": 28.0, "two-untrained": 27.0}
+    plan = {"metrics of": {name: {"sparsity": {"l0": value}} for name, value in l0.items()}}
+    shown = run(*asked, plan=plan)
+    assert "untrained permuted decoder" in shown
+    assert "core one L0 30.000 29.000 28.000" in shown
+    assert "core two L0 31.500 27.000 31.500" in shown
+    assert "core one-untrained" not in shown
+    results = tmp_path / "results"
+    assert (results / "core" / "one-permuted_decoder_custom_sae_eval_results.json").is_file()
+    assert SAE.load(results / "nulls" / "two-untrained").config.width == 32
+    assert states(results) == ["done"] * 6
+    run(*asked, plan=plan)
+    assert states(results) == ["kept"] * 6
+
+
+def test_saes_that_are_alike_share_nulls_and_a_changed_sae_has_new_ones(run: Any, store: Store, tmp_path: Path) -> None:
+    saes = [saved(tmp_path / name, made_from(store), seed) for seed, name in enumerate(("one", "two"))]
+    asked = (*saes, "--evals", "core", "--small", "--nulls", "untrained", "--share-nulls", "1")
+    run(*asked)
+    results = tmp_path / "results"
+    summary = json.loads((results / "summary.json").read_text())
+    assert summary["nulls"] == {name: {"untrained": "one-untrained"} for name in ("one", "two")}
+    before = SAE.load(results / "nulls" / "one-untrained").threshold
+    louder = SAE.load(saes[0])
+    louder.set_threshold_(1e3)
+    louder.save(saes[0], made_from(store))
+    run(*asked, "--nulls", "untrained", "--share-nulls", "0")
+    assert not torch.equal(SAE.load(results / "nulls" / "one-untrained").threshold, before)
+    summary = json.loads((results / "summary.json").read_text())
+    assert summary["nulls"]["two"] == {"untrained": "two-untrained"}
+
+
+def test_a_null_that_is_no_sae_is_refused(
+    run: Any, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(saved(tmp_path / "one", made_from(store)), "--nulls", "untrained", "random_firing")
+    assert "'random_firing': its codes do not come from an encoder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", SAVABLE)
+def test_names_of_nulls_are_ones_that_the_package_does_not_misread(kind: str) -> None:
+    require_name(f"sae-{kind}")
 
 
 def test_a_settings_file_changes_single_settings(run: Any, store: Store, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -115,6 +116,15 @@ def test_core_writes_valid_results_that_the_package_can_plot(
     assert not (job.out / "unfinished").exists()
 
 
+def test_a_null_is_a_kind_of_its_own_in_the_packages_plots(
+    tiny_model: Path, saes: list[JobSAE], text: Path, tmp_path: Path
+) -> None:
+    null = replace(saes[0], null_kind="untrained")
+    job = job_of("core", [null], tiny_model, 0, tmp_path / "out", dataset=str(text), **TINY_CORE)
+    assert run(job).last().kind == "done"
+    assert json.loads(job.result(null).read_text())["sae_cfg_dict"]["architecture"] == "null_untrained"
+
+
 def test_results_do_not_depend_on_which_saes_are_evaluated_together(
     tiny_model: Path, saes: list[JobSAE], text: Path, tmp_path: Path
 ) -> None:
@@ -170,7 +180,7 @@ def test_only_a_data_set_that_a_setting_names_can_be_changed(
     tiny_model: Path, saes: list[JobSAE], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(needs.transformers, "__version__", "4.57.0")
+    monkeypatch.setattr("transformers.__version__", "4.57.0")
     settings = settings_of(["core"], small=False)["core"]
     core, ravel = (job_of(name, saes, tiny_model, 0, tmp_path, **settings) for name in ("core", "ravel"))
     below = "put a copy into <owner>/<name> below --data"

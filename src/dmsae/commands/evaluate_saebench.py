@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from dmsae.commands.found import store_of
 from dmsae.commands.output import number, plain_table
 from dmsae.commands.output import out as printed
 from dmsae.commands.terminal import TERMINAL
 from dmsae.disk import layout
 from dmsae.errors import BenchmarkError, ConfigError
+from dmsae.evaluation.evaluate import EvaluateConfig
+from dmsae.evaluation.nulls import NullKind
 from dmsae.evaluation.saebench.evals import EVALS, HELDOUT, read_changes, settings_of
 from dmsae.evaluation.saebench.job import How
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:  # `--help` does not wait for torch
     from dmsae.distillation.inspection import FoundSAE
     from dmsae.evaluation.saebench.heldout import HeldoutText
     from dmsae.evaluation.saebench.job import JobModel, JobSAE
+    from dmsae.evaluation.saebench.nulls import Nulls
     from dmsae.evaluation.saebench.results import Summary
 
 _ALL = "all"
@@ -33,6 +37,8 @@ def evaluate_saebench(
     env: Path | None = None,
     small: bool = False,
     settings: Path | None = None,
+    nulls: tuple[NullKind, ...] = (),
+    share_nulls: float = EvaluateConfig.share_nulls,
     store: str = "",
     root: Path | None = None,
     model: str = "",
@@ -50,19 +56,26 @@ def evaluate_saebench(
         env: SAEBench's environment. Default: $DMSAE_SAEBENCH, else .venv-saebench in the current directory.
         small: Settings for a machine without a GPU: less of everything, so the figures are no published ones.
         settings: A TOML file with a table of settings for each eval, under the package's own names.
-        store: Key of the store whose held-out text the core eval reads. Default: the one that the SAEs name.
+        nulls: What to evaluate beside the SAEs, to show what a worthless one gets: untrained, random_encoder,
+            permuted_decoder. Results are filed as <SAE>-<null>; each null costs as much as an SAE.
+        share_nulls: SAEs of one width whose L0s, and latents in the core and each prefix group, differ by no more than
+            this share are compared with the nulls of the first of them. 0: each has nulls of its own.
+        store: Key of the store whose held-out text the core eval reads, and from whose activations nulls are made.
+            Default: the one that the SAEs name.
         root: Directory of stores.
         model: Where the base model is now, if it is no longer where the SAEs say.
     """
     from dmsae.evaluation.saebench.environment import find_python
+    from dmsae.evaluation.saebench.nulls import require_savable
     from dmsae.evaluation.saebench.runner import run_saebench
 
     find_python(env)  # say at once when it is not there
+    require_savable(nulls)
     names = tuple(EVALS) if _ALL in evals else evals
     changes = read_changes(settings) if settings else {}
     wants_text = settings_of(names, small, changes).get("core", {}).get("dataset") == HELDOUT
     found = _found(saes)
-    opened = _store(found, store, root) if store or wants_text else None
+    opened = store_of(found, store, root) if store or wants_text or nulls else None
     summary = run_saebench(
         _job_saes(found, out),
         _job_model(_identity(found, opened), model),
@@ -71,6 +84,7 @@ def evaluate_saebench(
         small=small,
         changes=changes,
         heldout=_text(opened) if opened and wants_text else None,
+        nulls=_nulls(found, opened, nulls, out, share_nulls) if opened and nulls else None,
         how=replace(how, data=how.data.absolute()) if how.data else how,
         environment=env,
         progress=TERMINAL,
@@ -85,6 +99,14 @@ def _text(store: "Store") -> "HeldoutText":
     from dmsae.evaluation.saebench.heldout import heldout_text
 
     return heldout_text(store, layout.saebench_cache())
+
+
+def _nulls(
+    found: "dict[str, FoundSAE]", store: "Store", kinds: tuple[NullKind, ...], out: Path, share: float
+) -> "Nulls":
+    from dmsae.evaluation.saebench.nulls import save_nulls
+
+    return save_nulls({name: one.sae for name, one in found.items()}, store, kinds, out, share, TERMINAL)
 
 
 def _found(places: tuple[Path, ...]) -> "dict[str, FoundSAE]":
@@ -119,16 +141,6 @@ def _job_saes(found: "dict[str, FoundSAE]", out: Path) -> "list[JobSAE]":
     return jobs
 
 
-def _store(found: "dict[str, FoundSAE]", key: str, root: Path | None) -> "Store":
-    from dmsae.distillation.matching import open_store_of
-
-    named = {one.made_from.get("store") or one.made_from.get("heldout_store") or "" for one in found.values()} - {""}
-    if not key and len(named) != 1:
-        what = "name different stores" if named else "do not name a store"
-        raise ConfigError(f"The SAEs {what}. Give one with --store, or another core.dataset with --settings.")
-    return open_store_of(next(iter(found.values())).directory, key or named.pop(), root)
-
-
 def _identity(found: "dict[str, FoundSAE]", store: "Store | None") -> "ModelIdentity":
     """Return the model and hook that all SAEs are of."""
     from dmsae.activations.identity import ModelIdentity
@@ -157,11 +169,14 @@ def _job_model(identity: "ModelIdentity", place: str) -> "JobModel":
 
 
 def print_summary(summary: "Summary", small: bool) -> None:
-    """Print the headline figures, and what has not run."""
-    table = plain_table("eval", "SAE", "figure", "value")
-    for outcome in summary.outcomes:
+    """Print the headline figures, beside those of nulls, and what has not run."""
+    kinds = list(dict.fromkeys(kind for beside in summary.nulls.values() for kind in beside))
+    table = plain_table("eval", "SAE", "figure", "value", *(kind.replace("_", " ") for kind in kinds))
+    for outcome in summary.of_saes():
+        beside = summary.nulls.get(outcome.sae, {})
+        nulls = [summary.figures(outcome.eval, beside.get(kind, "")) for kind in kinds]
         for name, value in outcome.figures.items():
-            table.add_row(outcome.eval, outcome.sae, name, number(value))
+            table.add_row(outcome.eval, outcome.sae, name, number(value), *(number(null.get(name)) for null in nulls))
     if table.row_count:
         printed.print(table)
     for outcome in summary.outcomes:

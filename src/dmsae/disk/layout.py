@@ -57,6 +57,7 @@ RECORDS = "records"
 LOGS = "logs"
 UNFINISHED = "unfinished"
 FOREIGN_SAES = "saes"
+NULL_SAES = "nulls"
 SYNTH = "synth.json"
 
 # Artifacts: `<name>.safetensors` and `<name>.json`; the SAE of a training or cycle is in a folder of the same name

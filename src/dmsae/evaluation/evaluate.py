@@ -132,7 +132,7 @@ class _Candidate:
 
     def __init__(self, name: str, sae_digest: str, kind: NullKind | None, nulls: NullMaker) -> None:
         self.name, self.kind, self._nulls = name, kind, nulls
-        digest = canonical_hash([sae_digest, kind, nulls.facts]) if kind else sae_digest
+        digest = digest_of_null(sae_digest, kind, nulls) if kind else sae_digest
         self.facts: Json = {"digest": digest, "config": to_dict(nulls.sae.config), "null_of": "", "null_kind": ""}
 
     @cached_property
@@ -276,3 +276,8 @@ def digest_of(sae: SAE) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def digest_of_null(sae_digest: str, kind: NullKind, nulls: NullMaker) -> str:
+    """Return a hash of all that a null is made from; it need not be made for that."""
+    return canonical_hash([sae_digest, kind, nulls.facts])

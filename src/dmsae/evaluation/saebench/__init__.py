@@ -6,7 +6,7 @@ It cannot share our environment, so it runs in one of its own (`make saebench-en
     runner.py   jobs, progress, results  →     worker.py     one eval on some SAEs, one after the other
     evals.py    names, figures, settings       adapter.py    our SAE as the package wants it
     job.py      what is handed over            calls.py      how each eval is called
-    results.py  what comes back                needs.py      what an eval needs and may not find
-                                               package.py    its settings and its schema
+    nulls.py    worthless SAEs beside them     needs.py      what an eval needs and may not find
+    results.py  what comes back                package.py    its settings and its schema
                                                lens.py       models through TransformerLens
 """

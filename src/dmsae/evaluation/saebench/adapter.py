@@ -30,6 +30,7 @@ class Adapter(BaseSAE):  # type: ignore[misc]  # the package has no types here
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         prepend_bos: bool = True,
+        null_kind: str = "",
     ) -> None:
         config = sae.config
         require_unit_rows(sae)
@@ -39,7 +40,7 @@ class Adapter(BaseSAE):  # type: ignore[misc]  # the package has no types here
         self.W_dec, self.b_dec = sae.W_dec, sae.b_dec
         self.W_enc = nn.Parameter(sae.W_enc.T.contiguous(), requires_grad=False)
         self.b_enc = nn.Parameter(sae.encoder_bias.clone(), requires_grad=False)
-        self.cfg.architecture = architecture(config)
+        self.cfg.architecture = f"null_{null_kind}" if null_kind else architecture(config)
         self.cfg.apply_b_dec_to_input = config.center_input
         self.cfg.prepend_bos = prepend_bos
         self.cfg.device = str(device)

@@ -31,7 +31,9 @@ class JobSAE:
     directory: Path
     """Where it is saved, in our format."""
     digest: str
-    """Hash of its config and weights."""
+    """Hash of its config and weights, or of what a null is made from."""
+    null_kind: str = ""
+    """What kind of null it is; empty for an SAE in its own right."""
 
 
 @dataclass(frozen=True, slots=True)

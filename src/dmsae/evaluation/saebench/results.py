@@ -52,6 +52,18 @@ class Summary:
     settings: Json
     """The settings of each eval that was asked for."""
     outcomes: list[Outcome] = field(default_factory=list)
+    nulls: dict[str, dict[str, str]] = field(default_factory=dict)
+    """For each SAE that has nulls beside it, the name of that of each kind."""
+
+    def figures(self, eval_name: str, sae: str) -> dict[str, float]:
+        """Return the headline figures of an SAE or null; empty unless there is a result."""
+        found = (one.figures for one in self.outcomes if (one.eval, one.sae) == (eval_name, sae))
+        return next(found, {})
+
+    def of_saes(self) -> list[Outcome]:
+        """Return the outcomes of all SAEs that are not nulls."""
+        nulls = {name for beside in self.nulls.values() for name in beside.values()}
+        return [outcome for outcome in self.outcomes if outcome.sae not in nulls]
 
     def not_run(self) -> dict[str, str]:
         """Return, for each eval without any result, why."""

@@ -2,6 +2,7 @@
 
     <out>/<eval>/<name>_custom_sae_eval_results.json   as the package writes it, where its plotting looks for it
     <out>/records/<eval>/<name>.json                   what that result was made from, and figures of our own
+    <out>/nulls/<name>-<kind>/                         nulls that stand beside the SAEs, saved as such
     <out>/logs/<eval>.log                              what the package printed
     <out>/summary.json                                 all headline figures, and what has not run and why
 
@@ -21,6 +22,7 @@ from dmsae.evaluation.saebench.environment import find_python, measuring_version
 from dmsae.evaluation.saebench.evals import HELDOUT, require_evals, settings_of
 from dmsae.evaluation.saebench.heldout import HeldoutText
 from dmsae.evaluation.saebench.job import Event, How, Job, JobModel, JobSAE, require_name, routed_by
+from dmsae.evaluation.saebench.nulls import Nulls
 from dmsae.evaluation.saebench.results import Outcome, State, Summary, is_kept, read_figures
 from dmsae.progress import SILENT, Bar, Progress
 
@@ -38,6 +40,7 @@ def run_saebench(
     small: bool = False,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
     heldout: HeldoutText | None = None,
+    nulls: Nulls | None = None,
     how: How | None = None,
     environment: Path | None = None,
     progress: Progress = SILENT,
@@ -45,7 +48,7 @@ def run_saebench(
     """Run evals of SAEBench on SAEs of one model and hook, and return how each ended.
 
     Settings are the published ones, or those for a machine without a GPU (`small`), with `changes` by eval. `heldout`
-    is text for the core eval.
+    is text for the core eval; `nulls` are evaluated after the SAEs.
     """
     python = find_python(environment)
     versions = measuring_versions(python)
@@ -53,6 +56,8 @@ def run_saebench(
     settings = settings_of(evals, small, changes)
     for chosen in settings.values():
         chosen |= {name: _absolute(chosen[name]) for name in ("dataset", "dataset_name") if name in chosen}
+    nulls = nulls or Nulls([], {})
+    saes = [*saes, *nulls.entries]
     _require_saes(saes)
     out = out.absolute()
     if wrong := routed_by(str(out)):
@@ -64,7 +69,7 @@ def run_saebench(
         if heldout is None:
             raise ConfigError("core.dataset = 'heldout', but there is no held-out text. Give a store, or a data set.")
         settings["core"] = heldout.fitted(settings["core"])
-    summary = Summary(to_dict(model), settings)
+    summary = Summary(to_dict(model), settings, nulls=nulls.beside)
     cache = layout.saebench_cache().absolute() / f"{model.alias}-{model.digest[:12]}-layer-{model.layer}"
     with exclusive_lock(out / layout.LOCK, f"The results in {out}"):
         for index, name in enumerate(evals):

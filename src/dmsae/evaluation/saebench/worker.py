@@ -153,7 +153,8 @@ class Worker:
         job = self.job
         dtype: torch.dtype = getattr(torch, job.how.dtype)
         loaded, device = SAE.load(sae.directory), model_device(job.how.device)
-        adapter = Adapter(loaded, self._model_name, job.model.layer, device, dtype, job.how.prepend_bos)
+        where = (self._model_name, job.model.layer, device, dtype)
+        adapter = Adapter(loaded, *where, job.how.prepend_bos, sae.null_kind)
         return Call(job, sae.name, adapter, self._model_name, scratch, own)
 
     def _enter(self, workplace: Path) -> None:
