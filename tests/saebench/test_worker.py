@@ -176,6 +176,35 @@ def test_an_eval_that_cannot_run_here_names_what_is_missing(
     assert lacks in events[-1].text
 
 
+@pytest.mark.parametrize("name", ["google/gemma-2-2b", "google/gemma-2-2b-it"])
+def test_unlearning_puts_saes_of_gemma_into_the_instruct_model(
+    name: str, tiny_model: Path, saes: list[JobSAE], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the package is called with is looked at where it is called: the model cannot be had here."""
+    from sae_bench.evals.unlearning import main
+
+    called: list[Any] = []
+    monkeypatch.setattr(main, "run_eval", lambda config, *_, **__: called.append(config))
+    monkeypatch.setattr(needs, "_why_not", lambda *_: "")
+    monkeypatch.setattr(needs, "_has_model", lambda *_: True)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / needs.FORGET).write_text("")
+    job = job_of("unlearning", saes[:1], tiny_model, 0, tmp_path / "out", data=tmp_path / "data", llm_batch_size=4)
+    run(replace(job, model=replace(job.model, name=name)))
+    assert [(config.model_name, config.llm_batch_size) for config in called] == [("gemma-2-2b-it", 4)]
+
+
+def test_unlearning_of_gemma_saes_says_when_the_instruct_model_cannot_be_had(
+    tiny_model: Path, saes: list[JobSAE], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DMSAE_OFFLINE", "1")
+    (tmp_path / needs.FORGET).write_text("")
+    job = job_of("unlearning", saes, tiny_model, 0, tmp_path, data=tmp_path)
+    assert "SAEs of gemma-2-2b in google/gemma-2-2b-it: not on this machine" in needs.missing(job, "gemma-2-2b")
+    monkeypatch.setattr(needs, "_why_not", lambda *_: "")
+    assert not needs.missing(job, "gemma-2-2b-it")
+
+
 def test_only_a_data_set_that_a_setting_names_can_be_changed(
     tiny_model: Path, saes: list[JobSAE], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,7 +202,7 @@ def run_ravel(call: Call) -> Json:
 
 
 def run_unlearning(call: Call) -> Json:
-    """Run `unlearning`; its corpus is looked for below the current directory."""
+    """Run `unlearning` in the instruct model; its corpus is looked for below the current directory."""
     from sae_bench.evals.unlearning import main
     from sae_bench.evals.unlearning.eval_config import UnlearningEvalConfig
 
@@ -210,7 +210,8 @@ def run_unlearning(call: Call) -> Json:
     corpus.parent.mkdir(parents=True, exist_ok=True)
     if not corpus.exists() and call.job.how.data is not None:
         corpus.symlink_to(call.job.how.data / needs.FORGET)
-    config = call.config(UnlearningEvalConfig, llm_dtype=call.job.how.dtype)
+    instructed = call._replace(model_name=needs.UNLEARNING_MODEL)
+    config = instructed.config(UnlearningEvalConfig, llm_dtype=call.job.how.dtype)
     main.run_eval(config, call.saes, call.device, str(call.scratch), artifacts_path=str(call.own))
     return {}
 

@@ -8,15 +8,17 @@ from huggingface_hub import snapshot_download
 
 from dmsae.errors import CorpusError, first_line
 from dmsae.evaluation.saebench.job import Job
-from dmsae.text.hub import dataset_commit
+from dmsae.text.hub import dataset_commit, file_sizes
 
 FORGET = "bio-forget-corpus.jsonl"
 """What the unlearning eval forgets; its authors give it out on request."""
 KEY = "OPENAI_API_KEY"
 """The variable that holds the key of the judge of the autointerp eval."""
+UNLEARNING_MODEL = "gemma-2-2b-it"
+"""The model that the unlearning eval asks questions, also when SAEs are of gemma-2-2b: it has a prompt for no other."""
 
 _RAVEL_MODELS = ("gemma-2-2b", "pythia-160m-deduped")
-_UNLEARNING_MODEL = "gemma-2-2b-it"
+_UNLEARNING_SAES = ("gemma-2-2b", UNLEARNING_MODEL)
 _BLOCK_OUTPUTS_CHANGED = 5
 
 
@@ -93,11 +95,28 @@ def _missing_for_ravel(job: Job, model_name: str) -> str:
 
 
 def _missing_for_unlearning(job: Job, model_name: str) -> str:
-    if model_name != _UNLEARNING_MODEL:
-        return f"It has a prompt only for {_UNLEARNING_MODEL}; these SAEs are of {job.model.name}."
+    if model_name not in _UNLEARNING_SAES:
+        return (
+            f"It has a prompt only for {UNLEARNING_MODEL}, into which SAEs of gemma-2-2b can be put as well; these are "
+            f"of {job.model.name}."
+        )
     if job.how.data is None or not (job.how.data / FORGET).is_file():
         return f"It needs {FORGET}, which its authors give out on request (cais/wmdp-corpora). Put it below --data."
-    return _missing_data(job, ["cais/wmdp", "cais/mmlu"])
+    if model_name != UNLEARNING_MODEL and not _has_model(f"google/{UNLEARNING_MODEL}"):
+        return (
+            f"It evaluates SAEs of {model_name} in google/{UNLEARNING_MODEL}: not on this machine, and the Hub cannot "
+            "be asked. Run it where the Hub can be reached, or where that model has been downloaded."
+        )
+    return _missing_data(job, ["cais/wmdp", "cais/mmlu", "wikitext"])
+
+
+def _has_model(name: str) -> bool:
+    """Return whether a model of the Hub is in its cache here, or the Hub says that it has it."""
+    try:
+        snapshot_download(name, local_files_only=True)
+    except Exception:  # not downloaded earlier
+        return file_sizes(name) is not None
+    return True
 
 
 def _missing_for_autointerp(job: Job) -> str:
