@@ -18,11 +18,12 @@ from conftest import build_documents, build_model, build_tokenizer
 pytest.importorskip("sae_bench", reason=SKIP)
 
 from sae_bench.sae_bench_utils.graphing_utils import find_eval_results_files, get_core_results, get_eval_results
+from transformers import AutoConfig
 
 from dmsae.errors import ConfigError
-from dmsae.evaluation.saebench import needs, package
+from dmsae.evaluation.saebench import lens, needs, package
 from dmsae.evaluation.saebench.evals import EVALS, settings_of
-from dmsae.evaluation.saebench.job import Event, How, Job, JobSAE
+from dmsae.evaluation.saebench.job import Event, How, Job, JobModel, JobSAE
 from dmsae.evaluation.saebench.results import read_figures
 from dmsae.evaluation.saebench.runner import run_saebench
 from dmsae.evaluation.saebench.worker import Worker
@@ -203,6 +204,32 @@ def test_unlearning_of_gemma_saes_says_when_the_instruct_model_cannot_be_had(
     assert "SAEs of gemma-2-2b in google/gemma-2-2b-it: not on this machine" in needs.missing(job, "gemma-2-2b")
     monkeypatch.setattr(needs, "_why_not", lambda *_: "")
     assert not needs.missing(job, "gemma-2-2b-it")
+
+
+OFFICIAL = "EleutherAI/pythia-70m-deduped"
+
+
+def test_a_published_model_is_read_from_its_directory_and_keeps_its_name(
+    tiny_model: Path, saes: list[JobSAE], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    local = job_of("core", saes[:1], tiny_model, 0, tmp_path / "local", dataset=str(text), **TINY_CORE)
+    published = replace(local, model=replace(local.model, name=OFFICIAL), out=tmp_path / "published")
+    assert run(local).last().kind == "done"
+    assert [event.text for event in run(published).events if event.kind == "failed"] == []
+    assert read_figures(published, saes[0]) == read_figures(local, saes[0])
+    result = json.loads(published.result(saes[0]).read_text())
+    assert result["eval_config"]["model_name"] == "pythia-70m-deduped"
+
+
+def test_other_models_are_not_read_from_that_directory(tiny_model: Path, tmp_path: Path) -> None:
+    model = JobModel(OFFICIAL, tiny_model, "0" * 64, 0)
+    build_model(hidden_size=32).save_pretrained(tmp_path)
+    before = AutoConfig.from_pretrained
+    with lens.from_directory(model):
+        assert AutoConfig.from_pretrained(OFFICIAL).hidden_size == 16
+        assert AutoConfig.from_pretrained(tmp_path).hidden_size == 32
+    assert AutoConfig.from_pretrained == before
 
 
 def test_only_a_data_set_that_a_setting_names_can_be_changed(

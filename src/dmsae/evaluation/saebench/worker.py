@@ -99,13 +99,14 @@ class Worker:
     def run(self) -> None:
         """Evaluate the SAEs one after the other; one that fails does not stop the others."""
         from dmsae.evaluation.saebench.calls import BELOW_HOOK
-        from dmsae.evaluation.saebench.lens import loaded_once
+        from dmsae.evaluation.saebench.lens import from_directory, loaded_once
         from dmsae.evaluation.saebench.needs import missing
 
         self._events.say(Event("ready", text=f"SAEBench {self._versions['sae-bench']}"))
         lacking = missing(self.job, self._model_name)
         shutil.rmtree(self._unfinished, ignore_errors=True)  # a killed worker may have left it torn
-        with loaded_once(self.job.model.layer + 1 if self.job.eval in BELOW_HOOK else None):
+        n_layers = self.job.model.layer + 1 if self.job.eval in BELOW_HOOK else None
+        with from_directory(self.job.model), loaded_once(n_layers):
             for sae in self.job.saes:
                 if is_kept(self.job, sae):
                     self._events.say(Event("kept", sae.name))
