@@ -215,11 +215,13 @@ def test_scores_go_into_the_card_beside_their_nulls(saved: Path, tmp_path: Path)
         "mine / random": {"digest": "x", "config": {}, "null_of": "mine", "null_kind": "random"},
     }
     results = {"mine": {"fve": 0.8125}, "mine / random": {"fve": 0.25}}
-    measures = {"fidelity": {"settings": {}, "seconds": 0.0, "results": results}}
+    removal = {"settings": {}, "seconds": 0.0, "results": {name: {"scr": {"20": 0.1}} for name in results}}
+    measures = {"fidelity": {"settings": {}, "seconds": 0.0, "results": results}, "concept_removal": removal}
     Evaluation("key", {}, subjects, measures, {}).save(tmp_path / "evaluation")
     stage(_found(saved, None), tmp_path / "a", "me/mine", evaluation=tmp_path / "evaluation")
     card = (tmp_path / "a" / "README.md").read_text()
     assert re.search(r"\| fidelity \| fve \| 0\.8125 \| 0\.25 \| .* \| 0\.25 \|", card)
+    assert "concept_removal: unreliable" in card
     subjects["mine"]["digest"] = "another"
     Evaluation("key", {}, subjects, measures, {}).save(tmp_path / "other")
     with pytest.raises(ConfigError, match="none of which has the weights"):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dmsae.config import Json
+from dmsae.evaluation.measures import MEASURES
 from dmsae.experiments.results import Spread, aligned, over_seeds
 from dmsae.experiments.verdicts import Verdict
 
@@ -178,7 +179,9 @@ def _of_measure(measure: str, entries: Sequence[Json]) -> TextTable:
     for sae in dict.fromkeys(one["sae"] for one in mine):
         of_sae = [one for one in mine if one["sae"] == sae]
         rows.append([sae, *(_cell([one[what] for one in of_sae if one["figure"] == f], what) for f, what in columns)])
-    return TextTable(f": {measure}", ["SAE", *(_SHOWN[what] or figure for figure, what in columns)], rows)
+    caveat = MEASURES[measure].caveat if measure in MEASURES else ""
+    header = ["SAE", *(_SHOWN[what] or figure for figure, what in columns)]
+    return TextTable(f": {measure} ({caveat})" if caveat else f": {measure}", header, rows)
 
 
 def _cell(values: Sequence[float | None], what: str) -> str:

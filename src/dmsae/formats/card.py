@@ -9,6 +9,7 @@ from dmsae import __version__
 from dmsae.activations.identity import ModelIdentity
 from dmsae.config import Json
 from dmsae.cores.core import Core
+from dmsae.evaluation.measures import MEASURES
 from dmsae.evaluation.scores import ScoreRow
 from dmsae.sae.config import SAEConfig
 from dmsae.text.visible import visible
@@ -114,6 +115,9 @@ class Card:
         for row in self.scores:
             values = (row.score, row.null, row.ceiling, *(row.nulls.get(kind) for kind in kinds))
             lines.append(f"| {' | '.join([row.measure, row.figure, *map(_plain, values)])} |")
+        for name in dict.fromkeys(row.measure for row in self.scores):
+            if caveat := MEASURES[name].caveat:
+                lines += ["", f"{name}: {caveat}."]
         return "\n".join(lines)
 
     def _hashes(self) -> str:
