@@ -19,19 +19,18 @@ from dmsae.activations.harvest import harvest
 from dmsae.activations.importing import import_store
 from dmsae.activations.request import HarvestConfig
 from dmsae.activations.store import Store
-from dmsae.config import Json, to_dict
+from dmsae.config import to_dict
 from dmsae.disk import layout
 from dmsae.disk.artifact import write_sealed
 from dmsae.disk.files import canonical_hash
 from dmsae.errors import BusyError, CheckpointError, ConfigError, StoreError
-from dmsae.evaluation.concept_removal import ConceptRemovalConfig
 from dmsae.evaluation.evaluate import EvaluateConfig, digest_of, evaluate, load_model
 from dmsae.evaluation.labelled import LabelledConfig, own_tables
 from dmsae.evaluation.measures import MEASURES, Measure, Score
 from dmsae.evaluation.nulls import NullConfig, NullKind, NullMaker
 from dmsae.evaluation.probing import ProbingConfig
 from dmsae.evaluation.redundancy import RedundancyConfig
-from dmsae.evaluation.scores import Evaluation, as_json, look_up, part_of_the_way, strongest
+from dmsae.evaluation.scores import Evaluation
 from dmsae.evaluation.subject import Subject
 from dmsae.progress import SILENT, Progress
 from dmsae.sae.config import SAEConfig, SparseCore
@@ -88,25 +87,6 @@ def test_one_sae_under_two_names_is_measured_once(store: Store, asked: list[list
     done = evaluate({"a": sae, "b": sae}, store, tmp_path, EvaluateConfig(("toy",), nulls=()))
     assert [len(names) for names in asked] == [1]
     assert done.measures["toy"]["results"] == {"a": {"size": 5.0, "best": 9.0}, "b": {"size": 5.0, "best": 9.0}}
-
-
-@pytest.mark.parametrize(
-    ("nulls", "ceiling", "better", "expected"),
-    [
-        ((0.91, 0.87), 0.88, "", 0.91),
-        ((0.3, 0.2), 1.0, "", 0.3),
-        ((0.3, 0.2), 0.0, "", 0.2),
-        ((0.3, 0.2), None, "lower", 0.2),
-        ((0.3, 0.2), None, "higher", 0.3),
-        ((0.3, 0.2), None, "", None),
-        ((None, 0.2), 1.0, "", 0.2),
-        ((None,), 1.0, "", None),
-    ],
-)
-def test_the_null_to_beat_is_the_best_even_above_a_measured_ceiling(
-    nulls: tuple[float | None, ...], ceiling: float | None, better: str, expected: float | None
-) -> None:
-    assert strongest({str(i): null for i, null in enumerate(nulls)}, ceiling, better) == expected
 
 
 def test_every_score_stands_beside_its_nulls(asked: list[list[str]], store: Store, tmp_path: Path) -> None:
@@ -173,47 +153,6 @@ def test_what_measures_leave_out_is_the_sae_in_what_they_read(kind: NullKind, st
     rows = (one.W_dec[one.W_dec.sum(1).argsort()] for one in (sae, null))
     assert torch.equal(null.encode(x), sae.encode(x)) == (kind in MEASURES["probing"].same_nulls)
     assert torch.equal(*rows) == (kind in MEASURES["redundancy"].same_nulls)
-
-
-@pytest.mark.parametrize(
-    ("measure", "settings", "figures"),
-    [
-        ("probing", {}, ["accuracy.1", "accuracy.2", "accuracy.5", "accuracy.20"]),
-        ("probing", to_dict(ProbingConfig(k=(10, 1, 10))), ["accuracy.10", "accuracy.1"]),
-        ("concept_removal", to_dict(ConceptRemovalConfig()), ["scr.20", "tpp.20"]),
-        ("concept_removal", to_dict(ConceptRemovalConfig(n_ablated=(5, 50))), ["scr.5", "scr.50", "tpp.5", "tpp.50"]),
-    ],
-)
-def test_tables_show_the_figures_that_were_asked_for(measure: str, settings: Json, figures: list[str]) -> None:
-    result = {
-        name: {"5": 0.5, "10": 0.6, "20": 0.7, "50": 0.8, "1": 0.3, "2": 0.4} for name in ("accuracy", "scr", "tpp")
-    }
-    facts = {"digest": "", "config": {}, "null_of": "", "null_kind": ""}
-    measured = {"settings": settings, "seconds": 1.0, "results": {"a": result}}
-    rows = Evaluation("abc", {}, {"a": facts}, {measure: measured}, {}).rows()
-    assert [row.figure for row in rows] == figures
-    assert all(row.score is not None for row in rows)
-
-
-def test_scores_come_with_caveats_and_with_reasons_why_there_are_none() -> None:
-    facts = {"digest": "", "config": {}, "null_of": "", "null_kind": ""}
-    letters = {"a": {"n_letters": 0}, "b": {"n_letters": 3}, "c": {"n_letters": 0}}
-    measures = {
-        "fidelity": {"settings": {}, "results": {name: {} for name in letters}},
-        "absorption": {"settings": to_dict(MEASURES["absorption"].config()), "results": letters},
-        "concept_removal": {"settings": {}, "results": {name: {} for name in letters}},
-    }
-    made = Evaluation("abc", {}, dict.fromkeys(letters, facts), measures, {})
-    absorption, without, removal = made.notes()
-    assert absorption.startswith("absorption: meant for models of at least 1B parameters")
-    assert without.startswith("absorption has no score of a, c: no letter's dense probe")
-    assert removal == "concept_removal: unreliable, as SAEBench's audit found (arXiv 2605.18229)."
-    assert made.notes(["concept_removal"]) == [removal]
-    assert made.notes(["fidelity"]) == []
-
-
-def test_the_scores_of_a_measure_are_those_under_its_defaults() -> None:
-    assert all(measure.shown(to_dict(measure.config())) == measure.scores for measure in MEASURES.values())
 
 
 def test_the_null_of_a_figure_itself_is_one_to_beat(
@@ -407,30 +346,6 @@ def test_an_sae_is_known_by_all_of_its_weights() -> None:
     assert digest != digest_of(sae)
     assert digest != digest_of(random_sae(SAEConfig(32, 64, 5, (16, 64)), 0)), "k is part of it"
     assert digest_of(sae.bfloat16()) != digest
-
-
-def test_results_become_json() -> None:
-    result = Toy(float("nan"), 2.0)
-    assert as_json({"a": (result, [1, None]), 5: Path("x")}) == {
-        "a": [{"size": None, "best": 2.0}, [1, None]],
-        "5": "x",
-    }
-
-
-def test_figures_are_found_in_results() -> None:
-    result = {"fve": 0.5, "by_k": {"1": {"accuracy": [0.1, 0.2]}}, "none": None, "text": "x"}
-    assert look_up(result, "fve") == 0.5
-    assert look_up(result, "by_k.1.accuracy.1") == 0.2
-    for place in ("by_k.1.accuracy.2", "by_k.2.accuracy.0", "none", "nothing.here", "text", "fve.0"):
-        assert look_up(result, place) is None
-
-
-def test_the_part_of_the_way() -> None:
-    assert part_of_the_way(0.75, 0.5, 1.0) == 0.5
-    assert part_of_the_way(0.25, 0.5, 0.0) == 0.5, "where lower is better, the ceiling is low"
-    assert part_of_the_way(0.4, 0.5, 1.0) == pytest.approx(-0.2), "worse than the null"
-    assert part_of_the_way(0.5, 1.0, 1.0) is None
-    assert part_of_the_way(None, 0.5, 1.0) is None
 
 
 @pytest.mark.parametrize("name", MEASURES)

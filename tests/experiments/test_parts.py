@@ -1,6 +1,5 @@
 """The parts of experiments, whole but small: what each gives, what is kept, and that it is not run again."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,30 +10,25 @@ import torch
 from dmsae.activations.store import Store
 from dmsae.config import Json
 from dmsae.cores.attribution import Attribution, AttributionConfig, QuantileOver
-from dmsae.cores.controls import RandomKind, Rule
 from dmsae.distillation import distill as distilling
 from dmsae.distillation.config import DistillConfig
 from dmsae.distillation.outcome import CycleFailed
 from dmsae.distillation.transfer import above, below
 from dmsae.errors import ConfigError
 from dmsae.experiments.catalog import EXPERIMENTS, PARTS, settings_of
-from dmsae.experiments.grid import FRESH, GRIDS, Preset, Regime
+from dmsae.experiments.grid import GRIDS, Preset
 from dmsae.experiments.lab import Lab
 from dmsae.experiments.parts import sparsity
 from dmsae.experiments.parts.consistency import compare, latents
 from dmsae.experiments.parts.cycles import by_cycle
-from dmsae.experiments.parts.regime import ANY, HOLDING, MIN_SHARE, chosen, confirm, margin
 from dmsae.experiments.results import (
     kept_or_run,
     over_seeds,
     part_results,
     read_results,
-    result_file,
 )
-from dmsae.experiments.sweep import part_jobs, run_part
 from dmsae.experiments.tables import tables, with_like_nulls
 from dmsae.sae.comms import Comms
-from dmsae.sae.config import CoreMode
 from dmsae.sae.sae import SAE
 from dmsae.training.config import TrainConfig
 from planted import Planted, planted_store
@@ -257,76 +251,6 @@ def test_saes_that_train_as_long_as_detectors_and_their_sae_are_at_their_l0(resu
     assert all(row["n_core"] == 0 for row in free)
     if found["price"] is not None:
         assert min(row["fve"] for row in free) <= found["price"] + detectors["fve"] <= max(row["fve"] for row in free)
-
-
-def test_a_regime_is_confirmed_with_a_fresh_seed(results: Path, lab: Lab) -> None:
-    tried, confirmed = figures(results, "regime")["regimes"], figures(results, "confirmation")
-    assert [one["regime"] for one in tried] == ["as the recipe", "half"]
-    assert confirmed["chosen"][ANY] == max(tried, key=lambda one: margin([one]))["regime"]
-    assert {one["seed"] for one in tried} == {0}
-    assert [one["regime"] for one in confirmed["regimes"]] == list(dict.fromkeys(confirmed["chosen"].values()))
-    assert {one["seed"] for one in confirmed["regimes"]} == {FRESH}
-    kept = result_file(results, "confirmation", 0)
-    other = json.loads(kept.read_text())
-    other["figures"]["chosen"] = {ANY: "another"}
-    try:
-        result_file(results, "confirmation", 7).write_text(json.dumps(other | {"seed": 7}))
-        with pytest.raises(ConfigError, match="other regimes best than those that were confirmed"):
-            confirm(lab, GRID, 1)
-    finally:
-        result_file(results, "confirmation", 7).unlink()
-    with pytest.raises(ConfigError, match="run the part regime first"):
-        chosen(Lab(lab.store, BASE, results))
-
-
-def test_rows_have_to_beat_random_rows_of_both_kinds_and_principal_components(lab: Lab) -> None:
-    rules = (Rule.FIRING_RATE, Rule.PRINCIPAL_COMPONENTS)
-    kinds = (RandomKind.NORM_MATCHED, RandomKind.COVARIANCE_MATCHED)
-    grid = replace(GRID, rules=rules, random_cores=kinds, regimes=(Regime("rows", core_mode=CoreMode.DENSE),))
-    (found,) = PARTS["regime"].run(lab, grid, 0)["regimes"]
-    controls = {"firing_rate", "principal_components", "random-norm_matched", "random-covariance_matched"}
-    assert set(found["margins"]) == controls, found
-    prices = {row["sae"].rpartition("-k")[0]: row["price"] for row in found["rows"]}
-    assert found["margins"]["firing_rate"] == pytest.approx(prices["firing_rate-dense"] - prices["dense"])
-
-
-def test_a_part_does_not_build_on_what_other_settings_gave(lab: Lab, tmp_path: Path) -> None:
-    given = (lab.store.path, BASE, GRID, tmp_path)
-    stale = {"part": "regime", "seed": 5, "settings": {"version": 1}, "figures": {"regimes": []}}
-    (tmp_path / "results").mkdir()
-    result_file(tmp_path / "results", "regime", 5).write_text(json.dumps(stale))
-    with pytest.raises(ConfigError, match="made with other settings"):
-        run_part("confirmation", 0, *given)
-
-
-def test_seeds_of_second_runs_are_refused(lab: Lab, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="second runs and confirmations"):
-        part_jobs(["tau"], (0, FRESH), lab, GRID, tmp_path)
-
-
-def test_a_core_that_holds_next_to_nothing_is_the_best_of_all_alone(lab: Lab, tmp_path: Path) -> None:
-    def tried(name: str, over: float, share: float) -> Json:
-        rows = [{"sae": "random-detector-k6", "attribution_share": None}]
-        margins = {"firing_rate": over, "random": over + 0.1}
-        return {"regime": name, "margins": margins, "rows": [*rows, {"sae": "detector-k6", "attribution_share": share}]}
-
-    here = Lab(lab.store, BASE, tmp_path)
-    here.results.mkdir()
-    for seed, share in enumerate((0.2, MIN_SHARE)):
-        regimes = [tried("tiny", 0.5, share / 2), tried("real", -0.1, share), tried("worse", -0.2, share)]
-        found = {"part": "regime", "seed": seed, "figures": {"regimes": regimes}}
-        result_file(here.results, "regime", seed).write_text(json.dumps(found))
-    assert chosen(here) == {ANY: "tiny", HOLDING: "real"}
-
-
-def test_a_search_that_finds_nothing_is_a_result(lab: Lab, tmp_path: Path) -> None:
-    here = Lab(lab.store, BASE, tmp_path)
-    here.results.mkdir()
-    found = {"part": "regime", "seed": 0, "figures": {"regimes": [{"regime": "half", "margins": {}, "rows": []}]}}
-    result_file(here.results, "regime", 0).write_text(json.dumps(found))
-    assert confirm(here, GRID, 0) == {"rows": [], "chosen": {}, "regimes": []}
-    with pytest.raises(ConfigError, match="regime first"):
-        confirm(Lab(lab.store, BASE, tmp_path / "empty"), GRID, 0)
 
 
 def test_two_runs_are_compared_and_random_rows_beside_them(results: Path) -> None:
