@@ -137,7 +137,8 @@ def test_results_of_an_earlier_version_of_a_part_are_left_out_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What they hold may have another shape: statistics and tables of today would fail on it, or misread it."""
-    old: Json = {"part": "confirmation", "seed": 0, "settings": {"version": 2}, "figures": {"chosen": "wide", "regimes": []}}
+    chosen = {"chosen": "wide", "regimes": []}
+    old: Json = {"part": "confirmation", "seed": 0, "settings": {"version": 2}, "figures": chosen}
     gone: Json = {"part": "gone", "seed": 0, "settings": {}, "figures": {}}
     for one in (old, gone):
         result_file(tmp_path, one["part"], 0).write_text(json.dumps(one))
