@@ -14,7 +14,7 @@ from dmsae.experiments.claims import CLAIMS
 from dmsae.experiments.parts.regime import ANY
 from dmsae.experiments.statistics import grows, over_control, over_msae
 from dmsae.experiments.tables import verdict_table
-from dmsae.experiments.verdicts import Claim, Outcome, interval, judge, verdicts
+from dmsae.experiments.verdicts import OURS, PAPER, Claim, Outcome, interval, judge, verdicts
 
 CLAIM = Claim("It is large.", "ours", "part", "the value", lambda figures: figures["value"])
 
@@ -63,7 +63,9 @@ def test_every_claim_reads_a_part_that_there_is() -> None:
 def test_each_statistic_is_what_it_says() -> None:
     read = [{"part": part, "seed": seed, "figures": found} for part, found in PLANTED.items() for seed in range(3)]
     found = verdicts(read, CLAIMS)
-    assert [one.estimate for one in found] == pytest.approx(EXPECTED)
+    assert [one.whose for one in found] == sorted((one.whose for one in found), key=(PAPER, OURS).index)
+    estimates = {one.claim: one.estimate for one in found}
+    assert [estimates[claim.text] for claim in CLAIMS] == pytest.approx(EXPECTED)
     assert {one.outcome for one in found} == {Outcome.HOLDS}
     assert "holds" in verdict_table(found).markdown()
 

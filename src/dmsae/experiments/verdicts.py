@@ -63,8 +63,10 @@ class Claim(NamedTuple):
 
 
 def verdicts(results: Sequence[Json], claims: Sequence[Claim]) -> list[Verdict]:
-    """Return the verdict on every claim, from the results of all parts and seeds."""
-    return [judge(claim, [result for result in results if result["part"] == claim.part]) for claim in claims]
+    """Return the verdict on every claim, from the results of all parts and seeds: the paper's claims first, those that
+    were not tested last."""
+    found = [judge(claim, [result for result in results if result["part"] == claim.part]) for claim in claims]
+    return sorted(found, key=lambda one: (one.outcome is Outcome.UNTESTED, one.whose != PAPER))
 
 
 def judge(claim: Claim, results: Sequence[Json]) -> Verdict:
