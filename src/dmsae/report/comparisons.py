@@ -179,28 +179,32 @@ def regime(figures: Sequence[Json]) -> "Figure":
     all_tried = [one for found in figures for one in found["regimes"]]
     names = list(dict.fromkeys(one["regime"] for one in all_tried))
     controls = list(dict.fromkeys(control for one in all_tried for control in one["margins"]))
-    figure, axes = panels(2, columns=2, width=4.4, height=0.7 * len(names) + 1.4)
-    for axis, part, title in zip(axes, ("regime", "confirmation"), ("search", "fresh seeds, other text"), strict=True):
-        tried = [one for found in figures if found["part"] == part for one in found["regimes"]]
-        for i, control in enumerate(controls):
-            known = [
-                (one["margins"][control], names.index(one["regime"])) for one in tried if control in one["margins"]
-            ]
-            if known:
-                x, y = zip(*known, strict=True)
-                places = [place + 0.1 * (i - (len(controls) - 1) / 2) for place in y]
-                axis.scatter(x, places, color=COLOURS[i % len(COLOURS)], s=18, label=CONTROLS.get(control, control))
-        axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_xscale("symlog", linthresh=0.005)
-        axis.set_yticks(range(len(names)), [f"{name}{_sizes(name, all_tried)}" for name in names])
-        axis.set_ylim(len(names) - 0.5, -0.5)
-        axis.set_title(title)
-        axis.set_xlabel(
-            "price of another core less that of the core\n(above 0 the core wins; logarithmic beyond ± 0.005)"
-        )
-        axis.set_ylabel("regime")
-    axes[1].set_yticklabels([])
-    return legend_below(figure, axes, columns=3)
+    figure, (axis,) = panels(1, columns=1, width=7.2, height=0.75 * len(names) + 1.6)
+    for i, control in enumerate(controls):
+        axis.plot([], [], "s", color=COLOURS[i % len(COLOURS)], label=CONTROLS.get(control, control))
+        offset = 0.8 * ((i + 0.5) / len(controls) - 0.5)
+        for part, marker in _TRIED.items():
+            tried = [one for found in figures if found["part"] == part for one in found["regimes"]]
+            having = [one for one in tried if control in one["margins"]]
+            places = [names.index(one["regime"]) + offset for one in having]
+            margins = [one["margins"][control] for one in having]
+            axis.scatter(margins, places, color=COLOURS[i % len(COLOURS)], marker=marker, s=24)
+    for label, marker in zip(("search", "fresh seeds, other text"), _TRIED.values(), strict=True):
+        axis.plot([], [], marker, color=GREY, label=label)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_xscale("symlog", linthresh=0.01, linscale=2)
+    ticks = (-0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.set_yticks(range(len(names)), [f"{name}{_sizes(name, all_tried)}" for name in names])
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.set_xlabel("price of the other core less that of the core (above 0 the core wins)")
+    axis.set_ylabel("regime")
+    return legend_below(figure, [axis], columns=3)
+
+
+_TRIED = {"regime": "o", "confirmation": "D"}
+"""Markers of the search and of its confirmation."""
 
 
 def _sizes(name: str, tried: Sequence[Json]) -> str:
