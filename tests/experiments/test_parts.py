@@ -106,7 +106,7 @@ def test_each_part_has_its_saes_and_controls(results: Path) -> None:
     ("part", "beginning", "modes"),
     [
         ("uncapped", "", ("dense", "sparse")),
-        ("prices", "after-1-", ("dense", "sparse", "detector")),
+        ("every-cycle", "after-1-", ("dense", "sparse", "detector")),
         ("prices", "after-2-", ("dense", "sparse", "detector")),
     ],
 )

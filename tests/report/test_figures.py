@@ -71,11 +71,14 @@ def parts(seed: int) -> dict[str, Json]:
         "tau": {"curves": {"0.5": curve, "0.9": curve}},
         "random-core": {"rows": rows, "curves": {row["sae"]: curve for row in rows}, "n_core": 10},
         "capped": {"rows": priced},
-        "prices": {
-            "rows": [
-                {"sae": f"after-4-{name}", "cycles": 4, "n_core": 30, "price": price, "attribution_share": share}
-                for name, price, share in (("sparse-k4", 0.01, 0.5), ("random-norm_matched-sparse-k4", 0.04, 0.0))
-            ]
+        **{
+            part: {
+                "rows": [
+                    {"sae": f"after-{n}-{name}", "cycles": n, "n_core": 30, "price": price, "attribution_share": share}
+                    for name, price, share in (("sparse-k4", 0.01, 0.5), ("random-norm_matched-sparse-k4", 0.04, 0.0))
+                ]
+            }
+            for part, n in (("prices", 4), ("every-cycle", 3))
         },
         "paper": {
             "rows": [
@@ -138,11 +141,13 @@ def test_the_frontier_has_a_line_of_means_and_a_point_for_each_seed(results: Pat
 
 
 def test_prices_are_drawn_by_mode_rule_and_number_of_cycles(results: Path) -> None:
-    given = [parts(seed)[part] | {"part": part} for part in ("capped", "prices") for seed in (0, 1)]
+    given = [parts(seed)[part] | {"part": part} for part in ("capped", "prices", "every-cycle") for seed in (0, 1)]
     assert {(one.mode, one.rule, one.cycles) for one in priced(given)} == {
         ("detector", "", 0),
         ("detector", "random", 0),
         ("detector", "firing_rate", 0),
+        ("sparse", "", 3),
+        ("sparse", "random", 3),
         ("sparse", "", 4),
         ("sparse", "random", 4),
     }
@@ -151,15 +156,16 @@ def test_prices_are_drawn_by_mode_rule_and_number_of_cycles(results: Path) -> No
     by_size, by_share = figure.axes[:2], figure.axes[2:]
     assert [axes.get_title() for axes in by_size] == ["sparse core", "detectors"]
     places = [_places(axes) for axes in by_size]
-    assert sorted(places[0]) == [(30, 0.01), (30, 0.01), (30, 0.04), (30, 0.04)]
+    assert sorted(places[0]) == [(30, 0.01)] * 4 + [(30, 0.04)] * 4
     assert sorted(places[1]) == [(20, 0), (20, 0.01), (20, 0.02), (21, 0), (21, 0.01), (21, 0.02)]
-    assert _places(by_share[0]) == [(0.5, 0.01)] * 2, "a random core holds nothing"
+    assert _places(by_share[0]) == [(0.5, 0.01)] * 4, "a random core holds nothing"
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         "attribution",
         "firing rate",
         "random control",
         "before any cycle",
+        "after 3 cycles",
         "after 4 cycles",
     ]
 

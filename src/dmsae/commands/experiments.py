@@ -25,6 +25,7 @@ Name = Literal[
     "benchmark",
     "worth",
     "price",
+    "every-cycle",
     "first-core",
     "consistency",
     "regime",
@@ -41,11 +42,11 @@ class ExperimentCommand:
     stays in use? selection: what does gradient × activation buy over simpler rules? benchmark: what is an SAE from a
     distilled core worth, against its measured L0, beside MSAE and BatchTopK? worth: what are SAEs with the first core
     worth by every measure, beside nulls and controls? price: how many latents can be kept, at what price, by other
-    rules, in every freeze mode, before and after the cycles, beside random controls? first-core: what does the first
-    core cost in variance and loss, also against SAEs that train as long as the core and its carrier together?
-    consistency: do independent distillations find the same core, what does a consensus cost, and is the rest more alike
-    beside a shared core? regime: where does a distilled core beat its controls, confirmed with fresh seeds? all: every
-    question but worth.
+    rules, in every freeze mode, before and after the cycles, beside random controls? every-cycle: the same after those
+    numbers of cycles that price passes over. first-core: what does the first core cost in variance and loss, also
+    against SAEs that train as long as the core and its carrier together? consistency: do independent distillations find
+    the same core, what does a consensus cost, and is the rest more alike beside a shared core? regime: where does a
+    distilled core beat its controls, confirmed with fresh seeds? all: every question but worth.
 
     Each part and seed is a job of its own, and is kept as a small JSON file as it ends. The same command resumes where
     it stopped, and experiments in one directory share their runs.

@@ -54,6 +54,7 @@ class Part(NamedTuple):
 PARTS = {
     "cycles": Part(cycles.run, ("max_rate", "cycles")),
     "prices": Part(prices.run, ("max_rate", "cycles", "priced_cycles", "rules"), version=2),
+    "every-cycle": Part(prices.others, ("max_rate", "cycles", "priced_cycles", "rules")),
     "tau": Part(tau.run, ("coverages",)),
     "sparsity": Part(sparsity.run, ("k_factors", "sparsity_cycles")),
     "random-core": Part(random_core.run, ("random_k_factors", "norms", "random_token_factors")),
@@ -90,6 +91,9 @@ EXPERIMENTS = {
     "price": Experiment(
         "How many latents can be kept, holding how much of the attribution, at what price?",
         ("capped", "uncapped", "prices"),
+    ),
+    "every-cycle": Experiment(
+        "What does each cycle add to the price? (the numbers of cycles that `price` passes over)", ("every-cycle",)
     ),
     "first-core": Experiment(
         "What does the first core cost in variance, loss and training, frozen as in the paper and as detectors?",

@@ -74,7 +74,8 @@ class Grid:
     cycles: int = 4
     """Cycles of the distillations whose cores are followed from cycle to cycle."""
     priced_cycles: tuple[int, ...] = (2, 4)
-    """Numbers of cycles, from 1 up to `cycles`, after which cores are priced, in the part `prices`."""
+    """Numbers of cycles, from 1 up to `cycles`, after which cores are priced, in the part `prices`; the part
+    `every-cycle` has the others."""
     coverages: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
     """τ, in the part `tau`."""
     k_factors: tuple[float, ...] = (0.125, 0.5, 1.0, 2.0, 4.0)
@@ -130,7 +131,7 @@ GRIDS = {
         consensus=ConsensusConfig(min_similarity=0.05),
         max_rate=0.5,
         cycles=2,
-        priced_cycles=(1, 2),
+        priced_cycles=(2,),
         coverages=(0.5, 0.9),
         k_factors=(1.0, 2.0),
         sparsity_cycles=2,

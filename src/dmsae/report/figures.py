@@ -143,7 +143,7 @@ def selection(figures: Sequence[Json]) -> "Figure":
 
 FIGURES: dict[str, tuple[tuple[str, ...], "Callable[[Sequence[Json]], Figure]"]] = {
     "frontier": (("paper", "longer"), comparisons.frontier),
-    "price": (("capped", "uncapped", "consensus", "prices"), price.price),
+    "price": (("capped", "uncapped", "consensus", "prices", "every-cycle"), price.price),
     "core-evolution": (("cycles",), core_evolution),
     "benchmark": (("benchmark",), comparisons.benchmark),
     "coverage": (("tau",), coverage),

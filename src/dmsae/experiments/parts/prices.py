@@ -1,10 +1,12 @@
-"""What distilled cores cost after some cycles and after all of them: in every freeze mode, and by every rule.
+"""What distilled cores cost after some cycles, all of them or every other number: in every freeze mode, by every rule.
 
 Rows that were distilled dense are kept dense and in sparse mode; detectors are distilled and kept as such. Other rules
 choose as many latents as the core has from the candidates of the last cycle, of which the core holds only those that
 were frozen already. Each core has a random control and SAEs that keep nothing beside it. What cores cost before any
 cycle is in the parts `capped` and `uncapped`.
 """
+
+from collections.abc import Sequence
 
 from dmsae.config import Json
 from dmsae.experiments.grid import Grid
@@ -19,12 +21,22 @@ _MODES = {CoreMode.DENSE: (CoreMode.DENSE, CoreMode.SPARSE), CoreMode.DETECTOR: 
 
 def run(lab: Lab, grid: Grid, seed: int) -> Json:
     """Return the rows of one seed, why a distillation failed, and which cores did not fit the budget."""
-    figures: Json = {"rows": [], "priced_cycles": list(grid.priced_cycles), "failures": {}, "left_out": {}}
+    return _after(lab, grid, seed, grid.priced_cycles)
+
+
+def others(lab: Lab, grid: Grid, seed: int) -> Json:
+    """Return the same after those numbers of cycles that `run` passes over."""
+    return _after(lab, grid, seed, [n for n in range(1, grid.cycles + 1) if n not in grid.priced_cycles])
+
+
+def _after(lab: Lab, grid: Grid, seed: int, priced_cycles: Sequence[int]) -> Json:
+    """Price the cores of every distillation after so many cycles."""
+    figures: Json = {"rows": [], "priced_cycles": list(priced_cycles), "failures": {}, "left_out": {}}
     for config in selected(lab, grid, seed):
         found = lab.follow(config)
         if found.failure:  # a cycle that fails is a result
             figures["failures"][str(config.core_mode)] = found.failure
-        for cycles in grid.priced_cycles:
+        for cycles in priced_cycles:
             if (after := selected_after(found, cycles)) is None:
                 continue
             beginning = f"after-{cycles}-"
