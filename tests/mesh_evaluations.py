@@ -34,9 +34,15 @@ class Evaluated(NamedTuple):
 
 
 def evaluate_here(
-    comms: Comms, store: Path, out: Path, names: tuple[str, ...], failing: int | None = None, pause: float = 0.0
+    comms: Comms,
+    store: Path,
+    out: Path,
+    names: tuple[str, ...],
+    failing: int | None = None,
+    pause: float = 0.0,
+    max_width: int = 1 << 15,
 ) -> Evaluated:
-    """Evaluate random SAEs; one rank may be unable to measure redundancy."""
+    """Evaluate random SAEs; one rank may be unable to measure redundancy, and no rank to fit a decoder."""
     calls: list[str] = []
     measure = MEASURES["redundancy"]
 
@@ -48,7 +54,10 @@ def evaluate_here(
         return measure.function(subjects, **given)
 
     saes = {name: random_sae(SAEConfig(32, 64, 4, (16, 64)), seed, 0.2) for seed, name in enumerate(names)}
-    with patch.dict(MEASURES, {"redundancy": measure._replace(function=noted)}):
+    with (
+        patch.dict(MEASURES, {"redundancy": measure._replace(function=noted)}),
+        patch("dmsae.evaluation.ridge._MAX_WIDTH", max_width),
+    ):
         return Evaluated(evaluate(saes, Store.open(store), out, QUICK, everyone=comms.both), calls)
 
 

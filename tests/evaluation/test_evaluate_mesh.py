@@ -74,6 +74,14 @@ def test_a_measure_that_one_rank_cannot_run_is_named_and_left_out(mesh: Meshes, 
     assert not ranks[0].evaluation.not_run
 
 
+def test_a_null_that_cannot_be_made_is_left_out_on_all_ranks(mesh: Meshes, store: Path, tmp_path: Path) -> None:
+    asked = ("a", "b"), None, 0.0, 32
+    alone = evaluate_here(ALONE, store, tmp_path / "one", *asked)
+    ranks = mesh.run((2, 1), evaluate_here, store, tmp_path / "many", *asked)
+    assert all(found(rank.evaluation) == found(alone.evaluation) for rank in ranks)
+    assert list(found(alone.evaluation)["nulls_not_made"]) == ["a / random_encoder"]
+
+
 def test_what_cannot_be_evaluated_is_refused_on_all_ranks(mesh: Meshes, store: Path, tmp_path: Path) -> None:
     first, second = mesh.run((2, 1), hear_of_evaluation, store, tmp_path / "many", ())
     assert first == "ConfigError: saes = []; it must name at least one SAE."

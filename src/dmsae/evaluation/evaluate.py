@@ -83,8 +83,8 @@ def evaluate(
 
     `model`, or what loads it, is the base model; by default it is looked for where the store says. It is loaded when a
     measure needs it. A measure that cannot run, because the store holds no text for example, is left out with the
-    reason; the others run. On a mesh all ranks call this together: each measures some of the SAEs and nulls, and the
-    first writes down what all of them found.
+    reason; the others run. So is a null that cannot be made; the next call tries it again. On a mesh all ranks call
+    this together: each measures some of the SAEs and nulls, and the first writes down what all of them found.
 
     >>> saes = {f"cycle {i}": dmsae.SAE.load(run / f"cycle-{i}" / "sae") for i in (0, 1)}
     >>> found = dmsae.evaluate(saes, store, "evaluation", dmsae.EvaluateConfig(measures=("fidelity",)))
@@ -120,7 +120,8 @@ def evaluate(
         if not measured:
             raise ConfigError("None of the measures could run: " + " ".join(not_run.values()))
         subjects = {one.name: one.facts for one in candidates}
-        evaluation = Evaluation(store.key, to_dict(store.model), subjects, measured, not_run)
+        not_made = {one.name: bench.not_made[one.digest] for one in candidates if one.digest in bench.not_made}
+        evaluation = Evaluation(store.key, to_dict(store.model), subjects, measured, not_run, not_made)
         with settled(everyone):
             if is_first:
                 evaluation.save(out)
@@ -132,8 +133,8 @@ class _Candidate:
 
     def __init__(self, name: str, sae_digest: str, kind: NullKind | None, nulls: NullMaker) -> None:
         self.name, self.kind, self._nulls = name, kind, nulls
-        digest = digest_of_null(sae_digest, kind, nulls) if kind else sae_digest
-        self.facts: Json = {"digest": digest, "config": to_dict(nulls.sae.config), "null_of": "", "null_kind": ""}
+        self.digest = digest_of_null(sae_digest, kind, nulls) if kind else sae_digest
+        self.facts: Json = {"digest": self.digest, "config": to_dict(nulls.sae.config), "null_of": "", "null_kind": ""}
 
     @cached_property
     def subject(self) -> Subject:
@@ -179,6 +180,8 @@ class _Bench:
         self._everyone = everyone
         self._load = model or partial(load_model, store, progress=progress)
         self.cache = layout.evaluation_cache()
+        self.not_made: dict[str, str] = {}
+        """Why nulls cannot be made, by digest. It is the same on all ranks."""
 
     @cached_property
     def model(self) -> BaseModel:
@@ -205,13 +208,16 @@ class _Bench:
         if self._everyone.rank == 0:
             kept = {file: found for file in files.values() if (found := _kept(self._directory / file)) is not None}
         kept = self._everyone.of_first(kept)
+        wanted = [one for one in candidates if files[one.name] not in kept and one.digest not in self.not_made]
         # The same SAE under two names is measured once: no two ranks write one file.
-        missing = list({files[one.name]: one for one in candidates if files[one.name] not in kept}.values())
-        mine: dict[str, Json] = {}
+        missing = list({files[one.name]: one for one in wanted}.values())
+        mine: tuple[dict[str, Json], dict[str, str]] = ({}, {})
         with settled(self._everyone):
             mine = self._measured(MEASURES[name], config, missing[self._everyone.rank :: self._everyone.size], files)
-        for found in self._everyone.of_each(mine):
+        for found, not_made in self._everyone.of_each(mine):
             kept |= found
+            self.not_made |= not_made
+        files = {subject: file for subject, file in files.items() if file in kept}
         return {
             "version": MEASURES[name].version,
             "settings": to_dict(config),
@@ -222,30 +228,40 @@ class _Bench:
 
     def _measured(
         self, measure: Measure, config: Any, candidates: Sequence[_Candidate], files: Mapping[str, str]
-    ) -> dict[str, Json]:
-        """Return the results of some candidates by file, in which each is kept as soon as it is there."""
+    ) -> tuple[dict[str, Json], dict[str, str]]:
+        """Return the results of some candidates by file, in which each is kept as soon as it is there, and by digest
+        why nulls among them cannot be made."""
         measured: dict[str, Json] = {}
+        not_made: dict[str, str] = {}
         for some in (candidates[start : start + _AT_ONCE] for start in range(0, len(candidates), _AT_ONCE)):
+            subjects = self._made(some, not_made)
+            if not subjects:
+                continue  # a model that nothing is measured on is not loaded
             given = {what: getattr(self, what) for what in measure.takes}
-            subjects = self._made(some)
             started = time.monotonic()
             results = measure.function(subjects, **given, config=config, progress=self._progress)
-            seconds = (time.monotonic() - started) / len(some)
-            for one, result in zip(some, results, strict=True):
-                measured[files[one.name]] = {"result": as_json(result), "seconds": seconds}
-                write_sealed(self._directory / files[one.name], measured[files[one.name]])
-        return measured
+            seconds = (time.monotonic() - started) / len(subjects)
+            for subject, result in zip(subjects, results, strict=True):
+                file = files[subject.name]
+                measured[file] = {"result": as_json(result), "seconds": seconds}
+                write_sealed(self._directory / file, measured[file])
+        return measured, not_made
 
-    def _made(self, candidates: Sequence[_Candidate]) -> list[Subject]:
-        """Return the subjects, of which nulls may still have to be made."""
+    def _made(self, candidates: Sequence[_Candidate], not_made: dict[str, str]) -> list[Subject]:
+        """Return the subjects, of which nulls may still have to be made; note why one cannot be, and leave it out."""
+        subjects: list[Subject] = []
         with self._progress.bar("nulls", len(candidates), "dictionaries") as bar:
             for one in candidates:
-                bar.advance(1, one.subject.null_kind)
-        return [one.subject for one in candidates]
+                try:
+                    subjects.append(one.subject)
+                except DmsaeError as error:
+                    not_made[one.digest] = str(error)
+                bar.advance(1, one.facts["null_kind"])
+        return subjects
 
     def _file(self, name: str, measure: Measure, config: Any, read: Mapping[str, str], candidate: _Candidate) -> str:
         """Return the name of the file that keeps the result of a candidate: a hash of all that it depends on."""
-        made_from = [name, measure.version, to_dict(config), candidate.facts["digest"]]
+        made_from = [name, measure.version, to_dict(config), candidate.digest]
         if {"store", "model"} & set(measure.takes):
             made_from.append(self.store.key)
         if read:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -45,6 +45,8 @@ class Evaluation:
     SHA-256 of each."""
     not_run: dict[str, str]
     """Why a measure did not run."""
+    nulls_not_made: dict[str, str] = field(default_factory=dict)
+    """Why a null could not be made, by its name among the subjects."""
     version: str = __version__
 
     def saes(self) -> list[str]:
@@ -62,14 +64,33 @@ class Evaluation:
         ]
 
     def notes(self, measures: Collection[str] = ()) -> list[str]:
-        """Return what a reader of the scores has to know: caveats, and why an SAE has no score; of all measures, or
-        only of those named."""
-        notes: list[str] = []
+        """Return what a reader of the scores has to know: why nulls could not be made, caveats, and why an SAE has no
+        score; of all measures, or only of those named."""
+        notes = self._without_null()
         for name in self.measures:
             if name in MEASURES and (not measures or name in measures):
                 notes += [f"{name}: {caveat}." for caveat in [MEASURES[name].caveat] if caveat]
                 notes += self._without_score(name)
         return notes
+
+    def _without_null(self) -> list[str]:
+        """Return a sentence for each kind of null that could not be made and each reason, which names the SAEs that
+        are compared with it."""
+        without: dict[tuple[str, str], list[str]] = {}
+        for name, reason in self.nulls_not_made.items():
+            null = self.subjects[name]
+            without.setdefault((null["null_kind"], reason), []).extend(self._compared_with(null["null_of"]))
+        return [
+            f"The null {kind} of {', '.join(saes)} could not be made. {reason}"
+            for (kind, reason), saes in without.items()
+        ]
+
+    def _compared_with(self, owner: str) -> list[str]:
+        """Return the SAEs that are compared with the nulls of one of them."""
+        return [sae for sae in self.saes() if self._owner(sae) == owner]
+
+    def _owner(self, sae: str) -> str:
+        return str(self.subjects[sae].get("nulls_from", sae))
 
     def _without_score(self, measure: str) -> list[str]:
         """Return a sentence for each reason why SAEs have no score, which names them."""
@@ -82,11 +103,10 @@ class Evaluation:
 
     def _row(self, sae: str, measure: str, score: Score) -> ScoreRow:
         results = self.measures[measure]["results"]
-        owner = self.subjects[sae].get("nulls_from", sae)
         nulls = {
             str(subject["null_kind"]): look_up(results[name], score.figure)
             for name, subject in self.subjects.items()
-            if subject["null_of"] == owner and name in results
+            if subject["null_of"] == self._owner(sae) and name in results
         }
         if score.null:
             nulls["own"] = look_up(results[sae], score.null)
