@@ -55,8 +55,14 @@ def test_saes_are_measured_compared_and_matched(saes: list[str], capsys: pytest.
     assert "Everything is in out/evaluation.json." in printed.out
 
     main(["evaluate", "compare", "out", "--scores", "fidelity.fve", "--json", "both.json"])
-    assert "fidelity.fve  msae    4  2" in capsys.readouterr().out
-    assert json.loads(Path("both.json").read_text())["spreads"][0]["n"] == 2
+    (line,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("fidelity.fve"))
+    compared = json.loads(Path("both.json").read_text())
+    (spread,) = compared["spreads"]
+    assert line[:4] == ["fidelity.fve", "msae", "4", "2"]
+    assert line[5:8] == [f"{spread[name]:.3f}" for name in ("mean", "null", "part")]
+    parts = [row["part"] for row in written["scores"] if row["figure"] == "fve"]
+    assert [one["parts"]["fidelity.fve"] for one in compared["members"]] == parts
+    assert spread["part"] == pytest.approx(sum(parts) / 2)
 
     main(["evaluate", "stability", *saes, "--out", "stable"])
     shown = capsys.readouterr().out

@@ -34,7 +34,7 @@ def with_measure(made: Evaluation, measure: str, settings: Json, figures: Json) 
 
 
 def member(method: str, k: int, seed: int, l0: float, fve: float) -> Member:
-    return Member(method, k, seed, l0, {"fidelity.fve": fve})
+    return Member(method, k, seed, l0, {"fidelity.fve": fve}, {"fidelity.fve": 0.5}, {"fidelity.fve": 2 * fve - 1})
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,35 @@ def test_the_spread_is_over_seeds() -> None:
     members = [member("msae", 40, seed, 40.0 + seed, 0.7 + 0.01 * seed) for seed in range(3)]
     (spread,) = spreads([*members])
     assert spread[:4] == ("msae", 40, "fidelity.fve", 3)
-    assert spread[4:] == pytest.approx((0.71, 0.01, 0.70, 0.72, 41.0))
+    assert spread[4:] == pytest.approx((0.71, 0.01, 0.70, 0.72, 41.0, 0.5, 0.42))
     (alone,) = spreads(members[:1])
     assert (alone.n, alone.sd) == (1, None)
+
+
+def test_every_score_stands_beside_its_null() -> None:
+    made = {f"s{seed}": evaluation({"msae": (40.0, fve)}) for seed, fve in enumerate((0.55, 0.82))}
+    members = members_of(made)
+    assert [one.nulls["fidelity.fve"] for one in members] == [0.1, 0.1]
+    found = {one.score: one for one in spreads(members)}
+    assert found["fidelity.fve"][-2:] == pytest.approx((0.1, (0.5 + 0.8) / 2))
+    assert found["fidelity.l0"][-2:] == (None, None), "neither way is better"
+    assert members_of(made, ["fidelity.cosine"])[0].parts == pytest.approx({"fidelity.cosine": 4 / 9})
+
+
+def test_seeds_of_which_one_has_no_null_have_no_mean_null() -> None:
+    both = {f"s{seed}": evaluation({"msae": (40.0, fve)}) for seed, fve in enumerate((0.5, 0.8))}
+    del both["s1"].measures["fidelity"]["results"]["null"]
+    (found,) = spreads(members_of(both, ["fidelity.fve"]))
+    assert (found.n, found.null, found.part) == (2, None, None)
+    assert found.mean == pytest.approx(0.65)
+
+
+def test_a_null_of_the_same_sae_in_another_evaluation_counts() -> None:
+    without, made = (evaluation({"msae": (40.0, 0.55)}) for _ in range(2))
+    del without.measures["fidelity"]["results"]["null"]
+    (found,) = members_of({"a": without, "b": made}, ["fidelity.fve"])
+    assert found.nulls == {"fidelity.fve": 0.1}
+    assert found.parts == pytest.approx({"fidelity.fve": 0.5})
 
 
 def test_differences_pair_seeds() -> None:

@@ -13,10 +13,11 @@ from dmsae.activations.store import Store
 from dmsae.commands.evaluate import print_scores
 from dmsae.disk import layout
 from dmsae.disk.artifact import read_sealed, write_sealed
+from dmsae.evaluation.beside import ScoreRow
 from dmsae.evaluation.evaluate import EvaluateConfig, evaluate
 from dmsae.evaluation.measures import MEASURES
 from dmsae.evaluation.nulls import NullKind
-from dmsae.evaluation.scores import Evaluation, ScoreRow
+from dmsae.evaluation.scores import Evaluation
 from dmsae.sae.config import SAEConfig
 from planted import planted_store
 

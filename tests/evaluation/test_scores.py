@@ -6,10 +6,11 @@ from typing import NamedTuple
 import pytest
 
 from dmsae.config import Json, to_dict
+from dmsae.evaluation.beside import Better, part_of_the_way, strongest
 from dmsae.evaluation.concept_removal import ConceptRemovalConfig
 from dmsae.evaluation.measures import MEASURES
 from dmsae.evaluation.probing import ProbingConfig
-from dmsae.evaluation.scores import Evaluation, as_json, look_up, part_of_the_way, strongest
+from dmsae.evaluation.scores import Evaluation, as_json, look_up
 
 
 class Toy(NamedTuple):
@@ -31,7 +32,7 @@ class Toy(NamedTuple):
     ],
 )
 def test_the_null_to_beat_is_the_best_even_above_a_measured_ceiling(
-    nulls: tuple[float | None, ...], ceiling: float | None, better: str, expected: float | None
+    nulls: tuple[float | None, ...], ceiling: float | None, better: Better, expected: float | None
 ) -> None:
     assert strongest({str(i): null for i, null in enumerate(nulls)}, ceiling, better) == expected
 

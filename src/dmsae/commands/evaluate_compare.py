@@ -20,7 +20,7 @@ def evaluate_compare(
     l0: tuple[float, ...] = (),
     json: Path | None = None,
 ) -> None:
-    """Put evaluations together: the spread over seeds, paired differences, and scores at the same measured L0.
+    """Put evaluations together: spread over seeds beside nulls, paired differences, scores at the same L0.
 
     An SAE's seed and k are read from its name, or that of its evaluation's directory: msae-k40-s1 is seed 1 of the
     method msae at k = 40. Differences from the baseline are taken seed by seed, once at the same k and once at the same
@@ -64,11 +64,12 @@ def evaluate_compare(
 
 
 def _print_spreads(rows: "Sequence[Spread]") -> None:
-    table = plain_table("score", "method", "k", "seeds", "L0", "mean", "sd", "lowest", "highest")
+    table = plain_table("score", "method", "k", "seeds", "L0", "mean", "null", "part", "sd", "lowest", "highest")
     for row in rows:
-        figures = (row.mean, row.sd, row.low, row.high)
+        figures = (row.mean, row.null, row.part, row.sd, row.low, row.high)
         table.add_row(row.score, row.method, _whole(row.k), str(row.n), number(row.l0, 1), *map(number, figures))
     printed.print(table)
+    printed.print("null: the one to beat. part: of the way from it to the ceiling. Both: means, if every seed has one.")
 
 
 def _print_differences(rows: "Sequence[Difference]") -> None:

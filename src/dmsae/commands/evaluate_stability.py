@@ -126,7 +126,7 @@ def _print_groups(
 
 
 def _mcc(group: "GroupStability") -> tuple[float | None, ...]:
-    from dmsae.evaluation.scores import part_of_the_way
+    from dmsae.evaluation.beside import part_of_the_way
 
     mcc, decoder_null, encoder_null = group.mcc, group.null_decoder, group.null_encoder
     decoder_part = part_of_the_way(mcc.decoder_signed, decoder_null, 1.0)

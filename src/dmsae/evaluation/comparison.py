@@ -1,4 +1,4 @@
-"""Many SAEs and seeds in one table: spread, paired differences with intervals, and curves against measured L0.
+"""Many SAEs and seeds in one table: nulls, spread, paired differences with intervals, and curves against measured L0.
 
 An SAE's seed is the number after `seed` or `s` in its name, or in that of its evaluation's directory. `k` is found in
 the same way; where neither has it, it is the SAE's own. What is left of the name is the method: `msae-k40-s1` is seed 1
@@ -36,6 +36,10 @@ class Member(NamedTuple):
     """Latents that fire per token, as measured."""
     scores: dict[str, float]
     """By measure and figure, such as `fidelity.fve`."""
+    nulls: dict[str, float]
+    """The null to beat, for each score that has one."""
+    parts: dict[str, float]
+    """Part of the way from null to ceiling, for each score that has both."""
 
 
 class Spread(NamedTuple):
@@ -52,6 +56,10 @@ class Spread(NamedTuple):
     high: float
     l0: float | None
     """Mean measured L0."""
+    null: float | None
+    """Mean null to beat; None unless every seed has one."""
+    part: float | None
+    """Mean part of the way from null to ceiling; None unless every seed has one."""
 
 
 class Difference(NamedTuple):
@@ -95,9 +103,15 @@ def members_of(evaluations: Mapping[str, Evaluation], scores: Sequence[str] = ()
     kept = scores or known
     require_same_settings(evaluations, list(dict.fromkeys(score.split(".")[0] for score in kept)))
     return [
-        member._replace(scores={score: member.scores[score] for score in kept if score in member.scores})
+        member._replace(
+            scores=_only(kept, member.scores), nulls=_only(kept, member.nulls), parts=_only(kept, member.parts)
+        )
         for member in _distinct(found)
     ]
+
+
+def _only(scores: Sequence[str], values: Mapping[str, float]) -> dict[str, float]:
+    return {score: values[score] for score in scores if score in values}
 
 
 class _Found(NamedTuple):
@@ -118,7 +132,8 @@ class _Found(NamedTuple):
             )
         seed = theirs.seed if mine.seed is None else mine.seed
         l0 = theirs.l0 if mine.l0 is None else mine.l0
-        return self._replace(member=mine._replace(seed=seed, l0=l0, scores=theirs.scores | mine.scores))
+        figures = (theirs.scores | mine.scores, theirs.nulls | mine.nulls, theirs.parts | mine.parts)
+        return self._replace(member=Member(mine.method, mine.k, seed, l0, *figures))
 
 
 def _distinct(found: Sequence[_Found]) -> list[Member]:
@@ -140,7 +155,7 @@ def _distinct(found: Sequence[_Found]) -> list[Member]:
 
 
 def _found(directory: str, sae: str, evaluation: Evaluation) -> _Found:
-    rows = [row for row in evaluation.rows() if row.sae == sae and row.score is not None]
+    rows = {f"{row.measure}.{row.figure}": row for row in evaluation.rows() if row.sae == sae and row.score is not None}
     l0s = (
         look_up(evaluation.measures[measure]["results"][sae], figure)
         for measure, figure in _L0
@@ -152,7 +167,9 @@ def _found(directory: str, sae: str, evaluation: Evaluation) -> _Found:
         _number(_K, sae, directory) or evaluation.subjects[sae]["config"].get("k"),
         _number(_SEED, sae, directory),
         next((l0 for l0 in l0s if l0 is not None), None),
-        {f"{row.measure}.{row.figure}": row.score for row in rows if row.score is not None},
+        {score: row.score for score, row in rows.items() if row.score is not None},
+        {score: row.null for score, row in rows.items() if row.null is not None},
+        {score: row.part for score, row in rows.items() if row.part is not None},
     )
     return _Found(f"{sae} in {directory}", evaluation.subjects[sae]["digest"], member)
 
@@ -164,16 +181,28 @@ def _number(pattern: re.Pattern[str], *names: str) -> int | None:
 
 
 def spreads(members: Sequence[Member]) -> list[Spread]:
-    """Return the mean and spread of every score over seeds."""
+    """Return the mean and spread of every score over seeds, beside its nulls."""
     groups: dict[tuple[str, int | None], list[Member]] = defaultdict(list)
     for member in members:
         groups[member.method, member.k].append(member)
     return [
-        Spread(method, k, score, len(values), *_mean_sd(values), min(values), max(values), _mean_l0(group))
+        _spread(score, with_score, _mean_l0(group))
         for score in _scores(members)
-        for (method, k), group in groups.items()
-        if (values := [member.scores[score] for member in group if score in member.scores])
+        for group in groups.values()
+        if (with_score := [member for member in group if score in member.scores])
     ]
+
+
+def _spread(score: str, members: Sequence[Member], l0: float | None) -> Spread:
+    method, k = members[0][:2]
+    values = [member.scores[score] for member in members]
+    null, part = (_mean_of_all(score, of) for of in ([one.nulls for one in members], [one.parts for one in members]))
+    return Spread(method, k, score, len(values), *_mean_sd(values), min(values), max(values), l0, null, part)
+
+
+def _mean_of_all(score: str, values: Sequence[Mapping[str, float]]) -> float | None:
+    """Return the mean of what each member has for a score; None unless all of them have it."""
+    return statistics.fmean(one[score] for one in values) if all(score in one for one in values) else None
 
 
 def differences(members: Sequence[Member], baseline: str) -> list[Difference]:

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from dmsae.config import Json
 from dmsae.evaluation import absorption, concept_removal, detection, disentanglement, lexical, probing
 from dmsae.evaluation.activity import ActivityConfig, activity
+from dmsae.evaluation.beside import Better
 from dmsae.evaluation.fidelity import FidelityConfig, measure_fidelity
 from dmsae.evaluation.labelled import own_tables
 from dmsae.evaluation.nulls import NullKind
@@ -31,8 +32,8 @@ class Score(NamedTuple):
     """What a perfect dictionary gets: a number, or where in the result it is. None: nothing is perfect."""
     null: str = ""
     """Where in the result the null of this figure is, if it has one of its own besides the null subjects."""
-    better: Literal["higher", "lower", ""] = ""
-    """Which way is better where there is no ceiling. Empty: neither, and no null is to beat."""
+    better: Better = ""
+    """Which way is better where there is no ceiling."""
 
     @property
     def lower_is_better(self) -> bool:

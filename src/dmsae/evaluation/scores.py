@@ -4,30 +4,15 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from dmsae import __version__
 from dmsae.config import Json, from_dict, to_dict
 from dmsae.disk import layout
 from dmsae.disk.artifact import read_sealed, write_sealed
 from dmsae.errors import CheckpointError, ConfigError
+from dmsae.evaluation.beside import ScoreRow
 from dmsae.evaluation.measures import MEASURES, Score
-
-
-class ScoreRow(NamedTuple):
-    """One score of one SAE, beside its nulls."""
-
-    sae: str
-    measure: str
-    figure: str
-    score: float | None
-    nulls: dict[str, float | None]
-    """What each null gets, by kind; the figure's own, if it has one, as `own`."""
-    null: float | None
-    """The one to beat: the best of them."""
-    ceiling: float | None
-    part: float | None
-    """Part of the way from null to ceiling: (score − null) / (ceiling − null)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +96,7 @@ class Evaluation:
         if score.null:
             nulls["own"] = look_up(results[sae], score.null)
         value, ceiling = look_up(results[sae], score.figure), _ceiling(score, results[sae])
-        null = strongest(nulls, ceiling, score.better)
-        return ScoreRow(sae, measure, score.figure, value, nulls, null, ceiling, part_of_the_way(value, null, ceiling))
+        return ScoreRow.of(sae, measure, score.figure, value, nulls, ceiling, score.better)
 
     def save(self, directory: Path) -> None:
         """Write `evaluation.json`."""
@@ -157,23 +141,5 @@ def look_up(result: Json, place: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def part_of_the_way(score: float | None, null: float | None, ceiling: float | None) -> float | None:
-    """Return (score − null) / (ceiling − null): 0 for a null, 1 at the ceiling. None where it has no meaning."""
-    if score is None or null is None or ceiling is None or ceiling == null:
-        return None
-    return (score - null) / (ceiling - null)
-
-
 def _ceiling(score: Score, result: Json) -> float | None:
     return look_up(result, score.ceiling) if isinstance(score.ceiling, str) else score.ceiling
-
-
-def strongest(nulls: Mapping[str, float | None], ceiling: float | None, better: str = "") -> float | None:
-    """Return the null that is hardest to beat; None if no score is better than another.
-
-    Unless it is said, lower is better where the ceiling is 0. A null may lie above a ceiling that is itself measured.
-    """
-    known = [null for null in nulls.values() if null is not None]
-    if not known or (ceiling is None and not better):
-        return None
-    return min(known) if better == "lower" or (not better and ceiling == 0) else max(known)

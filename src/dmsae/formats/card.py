@@ -9,8 +9,8 @@ from dmsae import __version__
 from dmsae.activations.identity import ModelIdentity
 from dmsae.config import Json
 from dmsae.cores.core import Core
+from dmsae.evaluation.beside import ScoreRow
 from dmsae.evaluation.measures import MEASURES
-from dmsae.evaluation.scores import ScoreRow
 from dmsae.sae.config import SAEConfig
 from dmsae.text.visible import visible
 

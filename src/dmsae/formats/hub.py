@@ -26,8 +26,9 @@ from dmsae.disk import layout
 from dmsae.disk.artifact import read_facts, read_sealed
 from dmsae.disk.files import sha256_of, user_path, without_places
 from dmsae.errors import CheckpointError, ConfigError, ExportError, HubError, first_line
+from dmsae.evaluation.beside import ScoreRow
 from dmsae.evaluation.evaluate import digest_of
-from dmsae.evaluation.scores import Evaluation, ScoreRow
+from dmsae.evaluation.scores import Evaluation
 from dmsae.formats import Imported, load_any, saelens
 from dmsae.formats.card import Card
 from dmsae.sae.config import SAEConfig
