@@ -95,8 +95,8 @@ def test_nulls_are_filed_under_names_of_their_own_and_shown_beside_their_sae(
     plan = {"metrics of": {name: {"sparsity": {"l0": value}} for name, value in l0.items()}}
     shown = run(*asked, plan=plan)
     assert "untrained permuted decoder" in shown
-    assert "core one L0 30.000 29.000 28.000" in shown
-    assert "core two L0 31.500 27.000 31.500" in shown
+    assert "core one L0 30.000 – – – 29.000 28.000" in shown, "neither way is better"
+    assert "core two L0 31.500 – – – 27.000 31.500" in shown
     assert "core one-untrained" not in shown
     results = tmp_path / "results"
     assert (results / "core" / "one-permuted_decoder_custom_sae_eval_results.json").is_file()
@@ -104,6 +104,36 @@ def test_nulls_are_filed_under_names_of_their_own_and_shown_beside_their_sae(
     assert states(results) == ["done"] * 6
     run(*asked, plan=plan)
     assert states(results) == ["kept"] * 6
+
+
+def test_a_score_is_shown_with_the_part_of_the_way_from_its_null(run: Any, store: Store, tmp_path: Path) -> None:
+    sae = saved(tmp_path / "one", made_from(store))
+    recovered = {"one": 0.9, "one-untrained": 0.3, "one-permuted_decoder": 0.5}
+    metrics = {name: {"model_performance_preservation": {"ce_loss_score": one}} for name, one in recovered.items()}
+    asked = (sae, "--evals", "core", "--small", "--nulls", "untrained", "permuted_decoder")
+    shown = run(*asked, plan={"metrics of": metrics})
+    assert "core one loss recovered 0.900 0.500 1.000 0.800 0.300 0.500" in shown
+    assert "part: of the way from it to the ceiling" in shown
+    row = json.loads((tmp_path / "results" / "summary.json").read_text())["scores"][0]
+    assert (row["figure"], row["null"], row["part"]) == ("loss recovered", 0.5, pytest.approx(0.8))
+
+
+def test_a_null_that_cannot_be_made_leaves_the_others(
+    run: Any, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sae = saved(tmp_path / "one", made_from(store))
+    asked = (sae, "--evals", "core", "--small", "--nulls", "untrained", "random_encoder")
+    with monkeypatch.context() as narrow:
+        narrow.setattr("dmsae.evaluation.ridge._MAX_WIDTH", 16)
+        shown = run(*asked)
+    assert "one-random_encoder, a null: not made. A decoder for 32 latents cannot be fitted" in shown
+    summary = json.loads((tmp_path / "results" / "summary.json").read_text())
+    assert summary["nulls"] == {"one": {"untrained": "one-untrained"}}
+    assert list(summary["nulls_not_made"]) == ["one-random_encoder"]
+    run(*asked)
+    summary = json.loads((tmp_path / "results" / "summary.json").read_text())
+    assert list(summary["nulls"]["one"]) == ["untrained", "random_encoder"]
+    assert not summary["nulls_not_made"]
 
 
 def test_saes_that_are_alike_share_nulls_and_a_changed_sae_has_new_ones(run: Any, store: Store, tmp_path: Path) -> None:

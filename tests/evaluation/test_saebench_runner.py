@@ -16,7 +16,7 @@ from dmsae.errors import BenchmarkError, ConfigError
 from dmsae.evaluation.saebench.evals import EVALS, read_changes, require_evals, settings_of
 from dmsae.evaluation.saebench.heldout import heldout_text
 from dmsae.evaluation.saebench.job import Event, How, Job, JobModel, JobSAE, layer_of, require_name
-from dmsae.evaluation.saebench.results import read_figures
+from dmsae.evaluation.saebench.results import Outcome, Summary, read_figures
 from dmsae.evaluation.saebench.runner import run_saebench
 from dmsae.evaluation.saebench.words import sample_words
 from dmsae.evaluation.saebench.worker import Events, Tee
@@ -218,6 +218,28 @@ def test_unknown_names_are_refused_with_the_nearest(tmp_path: Path) -> None:
 def test_every_eval_has_figures() -> None:
     assert all(one.figures and one.about for one in EVALS.values())
     assert len(EVALS) == 10
+
+
+def test_figures_say_which_way_is_better() -> None:
+    figures = [one.figures for one in EVALS.values()]
+    neither = {name for of in figures for name, one in of.items() if one.ceiling is None and not one.better}
+    assert neither == {"L0", "all dimensions", "AUC, all dimensions"}, "the last two are ceilings themselves"
+    assert all(one.ceiling in of for of in figures for one in of.values() if isinstance(one.ceiling, str))
+
+
+def test_the_part_of_the_way_takes_its_ceiling_from_the_result() -> None:
+    probing, without = ({"top 1": 0.7, "all dimensions": 0.8}, {"top 1": 0.6})
+    outcomes = [
+        Outcome("sparse_probing", "one", "done", probing, 1.0),
+        Outcome("sparse_probing", "one-untrained", "done", without, 1.0),
+        Outcome("tpp", "one", "done", {"TPP, 20 latents": 0.2}, 1.0),
+        Outcome("tpp", "one-untrained", "done", {"TPP, 20 latents": 0.1}, 1.0),
+    ]
+    top, dense, tpp = Summary({}, {}, outcomes, {"one": {"untrained": "one-untrained"}}).rows()
+    assert (top.null, top.ceiling) == (0.6, 0.8)
+    assert top.part == pytest.approx(0.5)
+    assert (dense.null, dense.part) == (None, None)
+    assert (tpp.null, tpp.part) == (0.1, None), "it has a null to beat and no ceiling"
 
 
 def test_heldout_text_is_the_stores_and_no_part_of_it_is_read_twice(tiny_config: Any, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dmsae.commands.evaluate_saebench import evaluate_saebench
 from dmsae.commands.evaluate_stability import evaluate_stability
 from dmsae.commands.evaluate_synth import evaluate_synth
 from dmsae.commands.found import find_saes, store_of
-from dmsae.commands.output import number, out, plain_table
+from dmsae.commands.output import BESIDE_NULLS, number, out, plain_table
 from dmsae.commands.terminal import TERMINAL
 from dmsae.config import to_dict
 from dmsae.disk import layout
@@ -114,7 +114,7 @@ def print_scores(evaluation: Evaluation) -> None:
         table.add_row(row.measure, row.figure, row.sae, *map(number, figures))
     out.print(table)
     if kinds:
-        out.print("null: the one to beat, the best of them. part: of the way from it to the ceiling.")
+        out.print(BESIDE_NULLS)
     for note in evaluation.notes():
         out.print(note)
     for name, reason in evaluation.not_run.items():

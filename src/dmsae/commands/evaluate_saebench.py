@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from dmsae.commands.found import store_of
-from dmsae.commands.output import number, plain_table
+from dmsae.commands.output import BESIDE_NULLS, number, plain_table
 from dmsae.commands.output import out as printed
 from dmsae.commands.terminal import TERMINAL
 from dmsae.disk import layout
@@ -171,14 +171,17 @@ def _job_model(identity: "ModelIdentity", place: str) -> "JobModel":
 def print_summary(summary: "Summary", small: bool) -> None:
     """Print the headline figures, beside those of nulls, and what has not run."""
     kinds = list(dict.fromkeys(kind for beside in summary.nulls.values() for kind in beside))
-    table = plain_table("eval", "SAE", "figure", "value", *(kind.replace("_", " ") for kind in kinds))
-    for outcome in summary.of_saes():
-        beside = summary.nulls.get(outcome.sae, {})
-        nulls = [summary.figures(outcome.eval, beside.get(kind, "")) for kind in kinds]
-        for name, value in outcome.figures.items():
-            table.add_row(outcome.eval, outcome.sae, name, number(value), *(number(null.get(name)) for null in nulls))
+    nulls = ("null", "ceiling", "part", *(kind.replace("_", " ") for kind in kinds)) if kinds else ()
+    table = plain_table("eval", "SAE", "figure", "value", *nulls)
+    for row in summary.rows():
+        beside = (row.null, row.ceiling, row.part, *(row.nulls.get(kind) for kind in kinds)) if kinds else ()
+        table.add_row(row.measure, row.sae, row.figure, *map(number, (row.score, *beside)))
     if table.row_count:
         printed.print(table)
+    if kinds:
+        printed.print(BESIDE_NULLS)
+    for name, reason in summary.nulls_not_made.items():
+        printed.print(f"{name}, a null: not made. {reason}")
     for outcome in summary.outcomes:
         if not outcome.figures:
             printed.print(f"{outcome.eval}, {outcome.sae}: {outcome.state}. {outcome.reason}")

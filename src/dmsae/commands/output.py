@@ -9,6 +9,9 @@ from rich.text import Text
 
 from dmsae.text.visible import visible
 
+BESIDE_NULLS = "null: the one to beat, the best of them. part: of the way from it to the ceiling."
+"""What two columns mean, below a table that has them."""
+
 
 class PlainConsole(Console):
     """A console on which text is only ever text.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from dmsae.config import Json
 from dmsae.errors import ConfigError, nearest
+from dmsae.evaluation.beside import Better
 
 HELDOUT = "heldout"
 """As `core.dataset`: the held-out text of the store that the SAEs were trained on."""
@@ -24,16 +25,29 @@ Settings = dict[str, dict[str, Any]]
 """The settings of each eval, by name."""
 
 
+class Figure(NamedTuple):
+    """A headline figure."""
+
+    place: str = ""
+    """Where the number stands in `eval_result_metrics`; empty for one of ours, which the record holds."""
+    ceiling: float | str | None = None
+    """What a perfect SAE gets: a number, or the name of the figure that says so. None: nothing is perfect."""
+    better: Better = ""
+    """Which way is better where there is no ceiling."""
+
+
 class Eval(NamedTuple):
     """One eval of the package."""
 
     about: str
-    figures: dict[str, str]
-    """Headline figures: a short name, and where the number stands in `eval_result_metrics`."""
+    figures: dict[str, Figure]
+    """Headline figures by a short name."""
     published: Json
     small: Json
 
 
+_DENSE = "all dimensions"
+"""What a probe on the activations themselves gets: the ceiling of probes on a few latents."""
 _SMALL_TABLES = [
     "5_hist_fig_ismale",
     "87_glue_cola",
@@ -48,11 +62,12 @@ EVALS: dict[str, Eval] = {
     "core": Eval(
         "loss recovered, sparsity and reconstruction on running text",
         {
-            "L0": "sparsity.l0",
-            "loss recovered": "model_performance_preservation.ce_loss_score",
-            "KL score": "model_behavior_preservation.kl_div_score",
-            "FVE (theirs)": "reconstruction_quality.explained_variance",
-            "cosine": "reconstruction_quality.cossim",
+            "L0": Figure("sparsity.l0"),
+            "loss recovered": Figure("model_performance_preservation.ce_loss_score", ceiling=1.0),
+            "KL score": Figure("model_behavior_preservation.kl_div_score", ceiling=1.0),
+            "FVE (theirs)": Figure("reconstruction_quality.explained_variance", ceiling=1.0),
+            "cosine": Figure("reconstruction_quality.cossim", ceiling=1.0),
+            "FVE": Figure(ceiling=1.0),
         },
         {
             "n_eval_reconstruction_batches": 200,
@@ -68,60 +83,68 @@ EVALS: dict[str, Eval] = {
     ),
     "absorption": Eval(
         "first-letter features that other latents take over; meant for models of 1B parameters and more",
-        {"fraction": "mean.mean_absorption_fraction_score", "full": "mean.mean_full_absorption_score"},
+        {
+            "fraction": Figure("mean.mean_absorption_fraction_score", ceiling=0.0),
+            "full": Figure("mean.mean_full_absorption_score", ceiling=0.0),
+        },
         {WORDS: None, "llm_batch_size": 32},
         {WORDS: 2500, "llm_batch_size": 32, "precalc_k_sparse_probe_sae_acts": True, "min_feats_for_eval": 10},
     ),
     "sparse_probing": Eval(
         "probes on the k best latents, on data sets of the Hub",
-        {"top 1": "sae.sae_top_1_test_accuracy", "top 5": "sae.sae_top_5_test_accuracy"},
+        {
+            "top 1": Figure("sae.sae_top_1_test_accuracy", ceiling=_DENSE),
+            "top 5": Figure("sae.sae_top_5_test_accuracy", ceiling=_DENSE),
+            _DENSE: Figure("llm.llm_test_accuracy"),
+        },
         {"llm_batch_size": 32},
         {"llm_batch_size": 16, "probe_train_set_size": 1000, "probe_test_set_size": 400, "sae_batch_size": 16},
     ),
     "sparse_probing_sae_probes": Eval(
         "probes on the k best latents, on the tables of sae-probes",
         {
-            "top 1": "sae.sae_top_1_test_accuracy",
-            "top 5": "sae.sae_top_5_test_accuracy",
-            "AUC, top 1": "sae.sae_top_1_test_auc",
-            "all dimensions": "llm.llm_test_accuracy",
+            "top 1": Figure("sae.sae_top_1_test_accuracy", ceiling=_DENSE),
+            "top 5": Figure("sae.sae_top_5_test_accuracy", ceiling=_DENSE),
+            "AUC, top 1": Figure("sae.sae_top_1_test_auc", ceiling=f"AUC, {_DENSE}"),
+            _DENSE: Figure("llm.llm_test_accuracy"),
+            f"AUC, {_DENSE}": Figure("llm.llm_test_auc"),
         },
         {},
         {"dataset_names": _SMALL_TABLES},
     ),
     "scr": Eval(
         "removing a spurious correlation by ablating latents; unreliable by the benchmark's own audit",
-        {"SCR, 20 latents": "scr_metrics.scr_metric_threshold_20"},
+        {"SCR, 20 latents": Figure("scr_metrics.scr_metric_threshold_20", ceiling=1.0)},
         {"llm_batch_size": 32},
         {"llm_batch_size": 16, "train_set_size": 1000, "test_set_size": 400, "sae_batch_size": 16},
     ),
     "tpp": Eval(
         "perturbing one probe and no other by ablating latents; unreliable by the benchmark's own audit",
-        {"TPP, 20 latents": "tpp_metrics.tpp_threshold_20_total_metric"},
+        {"TPP, 20 latents": Figure("tpp_metrics.tpp_threshold_20_total_metric", better="higher")},
         {"llm_batch_size": 32},
         {"llm_batch_size": 16, "train_set_size": 1000, "test_set_size": 400, "sae_batch_size": 16},
     ),
     "ravel": Eval(
         "changing one attribute of an entity and no other",
-        {"disentanglement": "ravel.disentanglement_score"},
+        {"disentanglement": Figure("ravel.disentanglement_score", ceiling=1.0)},
         {"llm_batch_size": 8},
         {"llm_batch_size": 4},
     ),
     "unlearning": Eval(
         "forgetting biology and nothing else, by clamping latents",
-        {"score": "unlearning.unlearning_score"},
+        {"score": Figure("unlearning.unlearning_score", better="higher")},
         {"llm_batch_size": 4},
         {"llm_batch_size": 1},
     ),
     "autointerp": Eval(
         "how well a language model's explanation of a latent predicts where it fires",
-        {"score": "autointerp.autointerp_score"},
+        {"score": Figure("autointerp.autointerp_score", ceiling=1.0)},
         {"llm_batch_size": 32},
         {"llm_batch_size": 16, "n_latents": 100, "total_tokens": 100_000},
     ),
     "meta_structure": Eval(
         "how much of the decoder a smaller SAE trained on it explains: redundancy",
-        {"decoder FVE": "meta_structure.decoder_fraction_variance_explained"},
+        {"decoder FVE": Figure("meta_structure.decoder_fraction_variance_explained", better="lower")},
         {},
         {},
     ),

@@ -10,7 +10,8 @@ from dmsae.config import Json, to_dict
 from dmsae.disk import layout
 from dmsae.disk.files import write_json
 from dmsae.errors import BenchmarkError
-from dmsae.evaluation.saebench.evals import EVALS
+from dmsae.evaluation.beside import ScoreRow
+from dmsae.evaluation.saebench.evals import EVALS, Figure
 from dmsae.evaluation.saebench.job import Job, JobSAE
 
 _REQUIRED = (
@@ -54,6 +55,8 @@ class Summary:
     outcomes: list[Outcome] = field(default_factory=list)
     nulls: dict[str, dict[str, str]] = field(default_factory=dict)
     """For each SAE that has nulls beside it, the name of that of each kind."""
+    nulls_not_made: dict[str, str] = field(default_factory=dict)
+    """Why a null could not be made, by its name."""
 
     def figures(self, eval_name: str, sae: str) -> dict[str, float]:
         """Return the headline figures of an SAE or null; empty unless there is a result."""
@@ -64,6 +67,17 @@ class Summary:
         """Return the outcomes of all SAEs that are not nulls."""
         nulls = {name for beside in self.nulls.values() for name in beside.values()}
         return [outcome for outcome in self.outcomes if outcome.sae not in nulls]
+
+    def rows(self) -> list[ScoreRow]:
+        """Return every headline figure of every SAE beside its nulls."""
+        return [self._row(outcome, name) for outcome in self.of_saes() for name in outcome.figures]
+
+    def _row(self, outcome: Outcome, name: str) -> ScoreRow:
+        figure = EVALS[outcome.eval].figures.get(name, Figure())
+        beside = self.nulls.get(outcome.sae, {})
+        nulls = {kind: self.figures(outcome.eval, null).get(name) for kind, null in beside.items()}
+        ceiling = outcome.figures.get(figure.ceiling) if isinstance(figure.ceiling, str) else figure.ceiling
+        return ScoreRow.of(outcome.sae, outcome.eval, name, outcome.figures[name], nulls, ceiling, figure.better)
 
     def not_run(self) -> dict[str, str]:
         """Return, for each eval without any result, why."""
@@ -80,8 +94,9 @@ class Summary:
 
     def save(self, out: Path) -> None:
         """Write `summary.json`."""
-        outcomes = [outcome._asdict() for outcome in self.outcomes]
-        write_json(out / layout.SUMMARY, {**to_dict(self), "outcomes": outcomes, "not_run": self.not_run()})
+        outcomes, scores = ([one._asdict() for one in of] for of in (self.outcomes, self.rows()))
+        facts = {**to_dict(self), "outcomes": outcomes, "scores": scores, "not_run": self.not_run()}
+        write_json(out / layout.SUMMARY, facts)
 
 
 def read_figures(job: Job, sae: JobSAE) -> dict[str, float]:
@@ -92,7 +107,8 @@ def read_figures(job: Job, sae: JobSAE) -> dict[str, float]:
         raise BenchmarkError(f"{path} is not a result of SAEBench: it lacks {', '.join(missing)}. Remove it.")
     if result["sae_lens_release_id"] != sae.name:
         raise BenchmarkError(f"{path} is the result of {result['sae_lens_release_id']!r}, not of {sae.name!r}.")
-    figures = {name: _number(result["eval_result_metrics"], place) for name, place in EVALS[job.eval].figures.items()}
+    metrics, known = result["eval_result_metrics"], EVALS[job.eval].figures
+    figures = {name: _number(metrics, figure.place) for name, figure in known.items() if figure.place}
     figures |= record.get("figures", {})
     return {name: value for name, value in figures.items() if value is not None}
 

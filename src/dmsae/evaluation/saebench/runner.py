@@ -4,7 +4,7 @@
     <out>/records/<eval>/<name>.json                   what that result was made from, and figures of our own
     <out>/nulls/<name>-<kind>/                         nulls that stand beside the SAEs, saved as such
     <out>/logs/<eval>.log                              what the package printed
-    <out>/summary.json                                 all headline figures, and what has not run and why
+    <out>/summary.json                                 all headline figures beside nulls, and what has not run and why
 
 An eval that is stopped loses the SAE that it was at, at most; the same call resumes.
 """
@@ -56,7 +56,7 @@ def run_saebench(
     settings = settings_of(evals, small, changes)
     for chosen in settings.values():
         chosen |= {name: _absolute(chosen[name]) for name in ("dataset", "dataset_name") if name in chosen}
-    nulls = nulls or Nulls([], {})
+    nulls = nulls or Nulls([], {}, {})
     saes = [*saes, *nulls.entries]
     _require_saes(saes)
     out = out.absolute()
@@ -69,7 +69,7 @@ def run_saebench(
         if heldout is None:
             raise ConfigError("core.dataset = 'heldout', but there is no held-out text. Give a store, or a data set.")
         settings["core"] = heldout.fitted(settings["core"])
-    summary = Summary(to_dict(model), settings, nulls=nulls.beside)
+    summary = Summary(to_dict(model), settings, nulls=nulls.beside, nulls_not_made=nulls.not_made)
     cache = layout.saebench_cache().absolute() / f"{model.alias}-{model.digest[:12]}-layer-{model.layer}"
     with exclusive_lock(out / layout.LOCK, f"The results in {out}"):
         for index, name in enumerate(evals):
