@@ -1,5 +1,6 @@
 """SynthSAEBench from outside: a job goes in, scores come back. Here a fake worker plays the package."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -97,9 +98,25 @@ def test_a_job_survives_its_file(tmp_path: Path) -> None:
     assert from_dict(SynthJob, to_dict(job)) == job
 
 
+def test_scores_have_a_part_of_the_way_from_the_untrained_sae(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    score = SynthScore("msae", 5.1, 0.8, 0.9, 0.7, 0.6, 1.0, 0.75, 3)
+    synth = Synth(CONFIG, 5, 6.5, [score, SynthScore("untrained", 5.0, 0.2, 0.4, 0.4, 0.2, 1.0, 0.5, 0)])
+    (parts,) = synth.parts()
+    assert (parts.f1, parts.mcc, parts.fve) == pytest.approx((0.75, 0.5, 0.5))
+    assert parts.uniqueness is None, "the null is at the ceiling"
+    synth.save(tmp_path / "synth.json")
+    assert json.loads((tmp_path / "synth.json").read_text())["parts"] == [parts._asdict()]
+    assert Synth.load(tmp_path / "synth.json") == synth
+    print_synth(synth)
+    assert "msae  0.750  0.833      0.500   0.500  –       0.500" in capsys.readouterr().out
+
+
 def test_scores_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     score = SynthScore("msae", 5.1, 0.8, 0.9, 0.7, 0.6, 0.95, 0.75, 3)
     print_synth(Synth(CONFIG, 5, 6.5, [score]))
     shown = capsys.readouterr().out
     assert "0.800" in shown
     assert "k = 5; 6.5 features" in shown
+    assert "Part of the way" not in shown, "there is no null"

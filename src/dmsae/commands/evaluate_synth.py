@@ -47,3 +47,9 @@ def print_synth(synth: Synth) -> None:
         f"k = {synth.k}; {synth.true_l0:.1f} features are active per sample. The core is chosen by {synth.config.rule}."
     )
     printed.print("F1 core, MCC core: of the core's latents alone; for msae, of those latents before they were frozen.")
+    if parts := synth.parts():
+        printed.print("\nPart of the way from the untrained SAE, the null, to 1:", style="bold")
+        table = plain_table("SAE", "F1", "precision", "recall", "MCC", "unique", "FVE")
+        for name, *of_scores in parts:
+            table.add_row(name, *map(number, of_scores))
+        printed.print(table)

@@ -18,6 +18,7 @@ from dmsae.cores.controls import Rule
 from dmsae.disk import layout
 from dmsae.disk.files import canonical_hash, exclusive_lock, write_json
 from dmsae.errors import BenchmarkError, ConfigError
+from dmsae.evaluation.beside import part_of_the_way
 from dmsae.evaluation.saebench.environment import find_python, started
 from dmsae.evaluation.saebench.job import Event
 from dmsae.progress import SILENT, Progress
@@ -77,6 +78,22 @@ class SynthConfig:
         return cls(16_384, 768, 4096, 25, 200_000_000, n_core=64, eval_samples=500_000)
 
 
+UNTRAINED = "untrained"
+"""The name of the null among the SAEs."""
+
+
+class SynthParts(NamedTuple):
+    """The part of the way from the untrained SAE to the ceiling of each score, which is 1."""
+
+    name: str
+    f1: float | None
+    precision: float | None
+    recall: float | None
+    mcc: float | None
+    uniqueness: float | None
+    fve: float | None
+
+
 class SynthScore(NamedTuple):
     """What the package says of one SAE, and of its core alone."""
 
@@ -124,9 +141,15 @@ class Synth:
     """Features that are active per sample."""
     scores: list[SynthScore] = field(default_factory=list)
 
+    def parts(self) -> list[SynthParts]:
+        """Return the part of the way of every SAE but the untrained one; nothing if that has no scores."""
+        null = next((score for score in self.scores if score.name == UNTRAINED), None)
+        return [_parts(score, null) for score in self.scores if null and score is not null]
+
     def save(self, path: Path) -> None:
         """Write the scores."""
-        write_json(path, {**to_dict(self), "scores": [score._asdict() for score in self.scores]})
+        scores, parts = ([one._asdict() for one in of] for of in (self.scores, self.parts()))
+        write_json(path, {**to_dict(self), "scores": scores, "parts": parts})
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -137,6 +160,11 @@ class Synth:
             return cls(from_dict(SynthConfig, values["config"]), values["k"], values["true_l0"], scores)
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
             raise BenchmarkError(f"{path} does not hold scores of SynthSAEBench: {error}.") from error
+
+
+def _parts(score: SynthScore, null: SynthScore) -> SynthParts:
+    figures = SynthParts._fields[1:]
+    return SynthParts(score.name, *(part_of_the_way(getattr(score, one), getattr(null, one), 1.0) for one in figures))
 
 
 def run_synth(config: SynthConfig, out: Path, environment: Path | None = None, progress: Progress = SILENT) -> Synth:

@@ -21,7 +21,7 @@ from dmsae.disk.files import exclusive_lock
 from dmsae.errors import DmsaeError
 from dmsae.evaluation.nulls import NullKind, NullMaker
 from dmsae.evaluation.saebench.job import Event
-from dmsae.evaluation.saebench.synth import Synth, SynthConfig, SynthJob, SynthScore, model_key
+from dmsae.evaluation.saebench.synth import UNTRAINED, Synth, SynthConfig, SynthJob, SynthScore, model_key
 from dmsae.evaluation.saebench.worker import Events, take_standard_output
 from dmsae.evaluation.subject import Dictionary
 from dmsae.progress import Bar
@@ -154,7 +154,7 @@ class Benchmark:
         saes |= self._train("cores", specs)
         untrained = NullMaker(saes[MSAE], store).make(NullKind.UNTRAINED)
         scores = [self._score(name, sae, core) for name, sae in saes.items()]
-        scores.append(self._score("untrained", untrained, core))
+        scores.append(self._score(UNTRAINED, untrained, core))
         return Synth(config, self.k, self.true_l0, scores)
 
     def _store(self) -> Store:
