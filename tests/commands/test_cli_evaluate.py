@@ -40,6 +40,12 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err.replace("\n", " ")
 
 
+def beside(means: Json, nulls: Json, name: str) -> list[str]:
+    """Return a figure, its null and the part of the way from that to 1, as tables show them."""
+    score, null = means[name], nulls[name]
+    return [f"{value:.3f}" for value in (score, null, (score - null) / (1 - null))]
+
+
 def test_saes_are_measured_compared_and_matched(saes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     main(["evaluate", *saes, *MEASURES, *NULLS, "--out", "out"])
@@ -71,15 +77,15 @@ def test_saes_are_measured_compared_and_matched(saes: list[str], capsys: pytest.
     group = pair["noncore"]
     assert group["all"]["n"] == 64
     mcc, nulls = group["mcc"], (group["null_decoder"], group["null_encoder"])
-    row, firing, bins = (line.split()[4:] for line in shown.splitlines() if "non-core" in line)
+    row, firing, *bins = (line.split()[4:] for line in shown.splitlines() if "non-core" in line)
     assert row[:3] == [f"{value:.3f}" for value in (mcc["decoder_signed"], mcc["decoder_absolute"], nulls[0])]
     assert row[4:7] == [f"{value:.3f}" for value in (mcc["encoder_signed"], mcc["encoder_absolute"], nulls[1])]
     mine, random = group["all"], group["null_all"]
-    assert firing[:2] == [f"{mine['shared']:.3f}", f"{random['shared']:.3f}"]
-    assert (firing[4], firing[6]) == (f"{random['jaccard']:.3f}", f"{random['correlation']:.3f}")
+    jaccard, correlation, shared = (beside(mine, random, name) for name in ("jaccard", "correlation", "shared"))
+    assert firing == [*shared, jaccard[0], f"{mine['jaccard_chance']:.3f}", *jaccard[1:], *correlation]
     figures = ("decoder", "encoder", "shared", "jaccard", "correlation")
-    both = [group[of][figure] for figure in figures for of in ("over_bins", "null_over_bins")]
-    assert bins == [f"{value:.3f}" for value in both]
+    expected = [one for name in figures for one in beside(group["over_bins"], group["null_over_bins"], name)]
+    assert [one for of_table in bins for one in of_table] == expected
     assert max(map(len, shown.splitlines())) <= 120
 
 
@@ -130,8 +136,12 @@ def test_cores_are_compared_by_their_rows(
     main(["distill", "--recipe", str(recipe), "--out", "run", "--root", "stores"])
     capsys.readouterr()
     main(["evaluate", "stability", "--cores", "run/cycle-0", "run/cycle-1", "run", "--out", "stable"])
-    assert "kept by lineage" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "kept by lineage" in shown
     pairs = json.loads(Path("stable", layout.STABILITY).read_text())["pairs"]
+    line = next(line.split() for line in shown.splitlines() if line.startswith("run/cycle-0"))
+    assert line[4:7] == beside(pairs[0], {"encoder_signed": pairs[0]["null_encoder"]}, "encoder_signed")
+    assert line[9:12] == beside(pairs[0], {"shared": pairs[0]["null_shared"]}, "shared")
     assert len(pairs) == 3
     kept = pairs[0]["carried"]["kept"]
     assert pairs[0]["n_identical"] >= kept

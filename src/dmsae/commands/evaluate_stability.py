@@ -79,12 +79,13 @@ def _compare_cores(places: Sequence[Path], config: "StabilityConfig") -> "Sequen
 
 
 _MCC = ("decoder", "|decoder|", "null", "part", "encoder", "|encoder|", "null", "part", "|random|")
-_FIRING = ("shared", "null", "Jaccard", "by chance", "null", "correlation", "null")
-_BINS = ("decoder", "null", "encoder", "null", "shared", "null", "Jaccard", "null", "correlation", "null")
+_FIRING = ("shared", "null", "part", "Jaccard", "by chance", "null", "part", "correlation", "null", "part")
+_BINS_ROWS = ("decoder", "null", "part", "encoder", "null", "part", "shared", "null", "part")
+_BINS_FIRING = ("Jaccard", "null", "part", "correlation", "null", "part")
 
 
 def _print_saes(pairs: "Sequence[PairStability]") -> None:
-    """Print the SAEs by number, and three tables of a line for each group of latents of each pair."""
+    """Print the SAEs by number, and tables of a line for each group of latents of each pair."""
     names = list(dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second)))
     for i, name in enumerate(names, 1):
         printed.print(f"{i}  {name}")
@@ -98,9 +99,11 @@ def _print_saes(pairs: "Sequence[PairStability]") -> None:
     printed.print("\nShared latents, and firing of partners:", style="bold")
     _print_groups(pairs, names, _FIRING, _firing)
     printed.print("null: of random partners that fire as often. by chance: the Jaccard if both fired independently.")
+    printed.print("part: of the way from the null to 1, here and below.")
     printed.print("\nMeans over bins of firing rate, each counting once:", style="bold")
-    _print_groups(pairs, names, _BINS, _over_bins)
+    _print_groups(pairs, names, _BINS_ROWS, _rows_over_bins)
     printed.print("decoder, encoder: signed cosines of partners. null: of random partners that fire as often.")
+    _print_groups(pairs, names, _BINS_FIRING, _firing_over_bins)
     if len(pairs) > 1:
         printed.print("Pairs share SAEs and depend on each other: their mean has no interval.")
 
@@ -126,46 +129,60 @@ def _print_groups(
 
 
 def _mcc(group: "GroupStability") -> tuple[float | None, ...]:
-    from dmsae.evaluation.beside import part_of_the_way
-
-    mcc, decoder_null, encoder_null = group.mcc, group.null_decoder, group.null_encoder
-    decoder_part = part_of_the_way(mcc.decoder_signed, decoder_null, 1.0)
-    encoder_part = part_of_the_way(mcc.encoder_signed, encoder_null, 1.0)
+    mcc = group.mcc
+    decoder, *decoder_beside = _beside(mcc.decoder_signed, group.null_decoder)
+    encoder, *encoder_beside = _beside(mcc.encoder_signed, group.null_encoder)
     return (
-        mcc.decoder_signed, mcc.decoder_absolute, decoder_null, decoder_part,
-        mcc.encoder_signed, mcc.encoder_absolute, encoder_null, encoder_part,
+        decoder, mcc.decoder_absolute, *decoder_beside,
+        encoder, mcc.encoder_absolute, *encoder_beside,
         group.null_isotropic.absolute,
     )  # fmt: skip
 
 
 def _firing(group: "GroupStability") -> tuple[float | None, ...]:
     means, null = group.all, group.null_all
-    jaccard = (means.jaccard, means.jaccard_chance, null.jaccard)
-    return (means.shared, null.shared, *jaccard, means.correlation, null.correlation)
-
-
-def _over_bins(group: "GroupStability") -> tuple[float | None, ...]:
-    bins, null = group.over_bins, group.null_over_bins
+    jaccard, *jaccard_beside = _beside(means.jaccard, null.jaccard)
     return (
-        bins.decoder, null.decoder, bins.encoder, null.encoder, bins.shared, null.shared,
-        bins.jaccard, null.jaccard, bins.correlation, null.correlation,
+        *_beside(means.shared, null.shared),
+        jaccard, means.jaccard_chance, *jaccard_beside,
+        *_beside(means.correlation, null.correlation),
     )  # fmt: skip
+
+
+def _rows_over_bins(group: "GroupStability") -> tuple[float | None, ...]:
+    bins, null = group.over_bins, group.null_over_bins
+    cosines = (*_beside(bins.decoder, null.decoder), *_beside(bins.encoder, null.encoder))
+    return (*cosines, *_beside(bins.shared, null.shared))
+
+
+def _firing_over_bins(group: "GroupStability") -> tuple[float | None, ...]:
+    bins, null = group.over_bins, group.null_over_bins
+    return (*_beside(bins.jaccard, null.jaccard), *_beside(bins.correlation, null.correlation))
+
+
+def _beside(score: float | None, null: float | None) -> tuple[float | None, ...]:
+    """Return a score, its null, and the part of the way from that to 1."""
+    from dmsae.evaluation.beside import part_of_the_way
+
+    return score, null, part_of_the_way(score, null, 1.0)
 
 
 def _print_cores(pairs: "Sequence[CorePairStability]") -> None:
     """Print a line for each pair of cores."""
     table = plain_table(
-        "first", "second", "latents", "and", "encoder", "null", "absolute", "|random|", "shared", "null", "identical",
-        "kept by lineage",
+        "first", "second", "latents", "and", "encoder", "null", "part", "absolute", "|random|",
+        "shared", "null", "part", "identical", "kept by lineage",
     )  # fmt: skip
     for pair in pairs:
-        matched = (pair.encoder_signed, pair.null_encoder, pair.encoder_absolute, pair.null_isotropic.absolute)
-        figures = (*matched, pair.shared, pair.null_shared)
+        matched = _beside(pair.encoder_signed, pair.null_encoder)
+        absolute = (pair.encoder_absolute, pair.null_isotropic.absolute)
+        figures = (*matched, *absolute, *_beside(pair.shared, pair.null_shared))
         carried = str(pair.carried.kept) if pair.carried else "–"
         sizes = (str(pair.n_first), str(pair.n_second))
         table.add_row(pair.first, pair.second, *sizes, *map(number, figures), str(pair.n_identical), carried)
     printed.print(table)
     printed.print("encoder: PW-MCC, signed. null: that of random directions with the covariance of the rows.")
+    printed.print("part: of the way from the null to 1.")
     printed.print("absolute: with the best match by size. |random|: that of directions drawn evenly.")
     printed.print("identical: rows the same to the bit. Only cores of one run have a lineage in common.")
 
