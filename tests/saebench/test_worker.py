@@ -195,6 +195,33 @@ def test_unlearning_puts_saes_of_gemma_into_the_instruct_model(
     assert [(config.model_name, config.llm_batch_size) for config in called] == [("gemma-2-2b-it", 4)]
 
 
+def test_ravel_is_called_with_the_model_and_a_place_for_what_it_keeps(
+    tiny_model: Path, saes: list[JobSAE], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not run: it needs another version of transformers, and a model that cannot be had here."""
+    from sae_bench.evals.ravel import main
+
+    called: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(main, "run_eval", lambda config, *_, artifacts_path: called.append((config, artifacts_path)))
+    monkeypatch.setattr(needs, "_why_not", lambda *_: "")
+    monkeypatch.setattr("transformers.__version__", "4.57.0")
+    job = job_of("ravel", saes[:1], tiny_model, 0, tmp_path / "out", llm_batch_size=4, top_n_entities=50)
+    run(replace(job, model=replace(job.model, name="google/gemma-2-2b")))
+    ((config, place),) = called
+    assert (config.model_name, config.llm_dtype, config.random_seed) == ("gemma-2-2b", "float32", 42)
+    assert (config.llm_batch_size, config.top_n_entities) == (4, 50)
+    assert config.artifact_dir == place
+    assert Path(place).is_relative_to(job.cache / "ravel")
+
+
+def test_ravel_says_that_it_needs_another_version_of_transformers(
+    tiny_model: Path, saes: list[JobSAE], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.22.2")
+    job = job_of("ravel", saes, tiny_model, 0, tmp_path)
+    assert needs.missing(job, "gemma-2-2b").endswith("It needs an environment with transformers below 5.")
+
+
 def test_unlearning_of_gemma_saes_says_when_the_instruct_model_cannot_be_had(
     tiny_model: Path, saes: list[JobSAE], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
