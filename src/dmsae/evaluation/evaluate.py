@@ -255,6 +255,8 @@ class _Bench:
                 try:
                     subjects.append(one.subject)
                 except DmsaeError as error:
+                    if not one.kind:
+                        raise
                     not_made[one.digest] = str(error)
                 bar.advance(1, one.facts["null_kind"])
         return subjects
