@@ -1,8 +1,29 @@
-"""Which torch device a `device` field means."""
+"""Which torch device a `device` field means, and what else the last digits of a result depend on."""
+
+import os
 
 import torch
 
+from dmsae import __version__
+from dmsae.config import Json
 from dmsae.errors import ModelError, first_line
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether this CPU has instructions for products of bfloat16; not where torch is too old to tell."""
+    tells = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(tell() for tell in tells if tell is not None)
+
+
+def machine() -> Json:
+    """Return what the last digits depend on, besides the settings."""
+    return {
+        "dmsae": __version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "cpu": torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if multiplies_bfloat16() else ""),
+    }
 
 
 def model_device(device: str) -> torch.device:

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dmsae.devices import multiplies_bfloat16
 from dmsae.sae import batch_topk
 from dmsae.sae.batch_topk import select_top
-from dmsae.sae.shortlist import Shortlist, is_faster, multiplies_bfloat16
+from dmsae.sae.shortlist import Shortlist, is_faster
 from dmsae.sae.sparse import Active, inner_products
 
 

@@ -9,6 +9,7 @@ from dmsae.cores.compare import CarryOver, carry_over
 from dmsae.cores.core import DISTILLED_SEAL, Core
 from dmsae.cores.norms import RowNorms, row_norms
 from dmsae.cores.selection import SelectionReport
+from dmsae.devices import machine
 from dmsae.disk import layout
 from dmsae.disk.artifact import bound, seal_of, write_sealed
 from dmsae.distillation.status import read_summary
@@ -91,6 +92,7 @@ def finish(
         "births": {} if distilled is None else distilled.births(),
         "cycles": [_as_json(one) for one in reports],
         "failure": {"cycle": failure.cycle, "cause": failure.cause} if failure else None,
+        "made_with": machine(),
     }
     if distilled is not None:
         summary[DISTILLED_SEAL] = seal_of(directory / layout.DISTILLED / f"{layout.CORE}.json")

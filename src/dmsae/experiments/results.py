@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import statistics
 import time
 from collections import Counter
@@ -10,14 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from dmsae import __version__
 from dmsae.config import Json
+from dmsae.devices import machine
 from dmsae.disk.files import write_json
 from dmsae.disk.run import differences
 from dmsae.errors import CheckpointError, ConfigError
-from dmsae.sae.shortlist import multiplies_bfloat16
 
 
 class Spread(NamedTuple):
@@ -52,7 +48,7 @@ def kept_or_run(directory: Path, part: str, seed: int, settings: Json, run: Call
     started, started_cpu = time.monotonic(), time.process_time()
     figures = run()
     took = {"seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - started_cpu}
-    result = _facts(part, seed, settings) | _made_with() | {name: round(t, 1) for name, t in took.items()}
+    result = _facts(part, seed, settings) | machine() | {name: round(t, 1) for name, t in took.items()}
     result["figures"] = _rounded(figures)
     directory.mkdir(parents=True, exist_ok=True)
     packed = result | {"figures": pack(result["figures"])}
@@ -110,20 +106,9 @@ def kept_result(directory: Path, part: str, seed: int, settings: Json) -> Json |
     return kept
 
 
-def _made_with() -> Json:
-    """Return what the last digits depend on, besides the settings."""
-    return {
-        "dmsae": __version__,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "cpu": torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if multiplies_bfloat16() else ""),
-    }
-
-
 def made_with(results: Sequence[Json]) -> str:
     """Return which versions and machines made some results, as their files say."""
-    known = [{name: one.get(name, "not recorded") for name in _made_with()} for one in results]
+    known = [{name: one.get(name, "not recorded") for name in machine()} for one in results]
     described = Counter(", ".join(f"{name} {value}" for name, value in one.items()) for one in known)
     return "Made with " + "; ".join(f"{what} ({n} files)" for what, n in sorted(described.items()))
 

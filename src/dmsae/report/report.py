@@ -124,6 +124,8 @@ def _distillation(
         "cycle."
     )
     summary = read_summary(place)
+    if made_with := summary.get("made_with"):
+        about += f" Made with {', '.join(f'{name} {value}' for name, value in made_with.items())}."
     rows = [_cycle_row(cycle) for cycle in summary.get("cycles", ())]
     header = ["cycle", "core", "kept", "new", "dropped", "L0 of the core", "of", "median rate", "pool taken", "FVE"]
     header += ["Jaccard with the cycle before", "by chance", "decoder cosine"]

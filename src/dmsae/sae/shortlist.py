@@ -13,6 +13,7 @@ batch is cut into blocks, on the ranks that share it, or on the cut.
 import torch
 from torch import Tensor
 
+from dmsae.devices import multiplies_bfloat16
 from dmsae.sae.sparse import Active, inner_products, true_positions
 
 _UNIT = 2.0**-8
@@ -33,12 +34,6 @@ def is_faster(x_BD: Tensor, n_entries: int, n_keep: float) -> bool:
     if x_BD.device.type != "cpu" or x_BD.dtype != torch.float32 or n_entries < _MIN_ENTRIES:
         return False
     return n_keep <= _MAX_KEPT * n_entries and multiplies_bfloat16()
-
-
-def multiplies_bfloat16() -> bool:
-    """Return whether this CPU has instructions for products of bfloat16; not where torch is too old to tell."""
-    tells = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(tell() for tell in tells if tell is not None)
 
 
 class Shortlist:
