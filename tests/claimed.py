@@ -40,9 +40,10 @@ PLANTED: dict[str, Json] = {
                 (8, "found", ""),
                 (4, "found", "-tokens-20"),
             )
-            for source in ("dense", "random-norm_matched-dense")
+            for source in ("dense", "random-norm_matched-dense", "random-covariance_matched-dense")
         ],
         "curves": {
+            "random-covariance_matched-dense-k4-norm-found": {"l0_core": [10, 4.5]},
             "dense-k4-norm-unit": {"l0_core": [10, 10]},
             "random-norm_matched-dense-k4-norm-unit": {"l0_core": [10, 3.5]},
             "dense-k4-norm-found": {"l0_core": [10, 9]},
@@ -64,7 +65,7 @@ PLANTED: dict[str, Json] = {
         ]
     },
     "sparsity": {
-        "cycles": [{"k": k, "size": 10, "kept": kept} for k, last in ((1, 2), (2, 9), (4, 3)) for kept in (0, last)]
+        "cycles": [{"k": k, "size": 10, "kept": kept} for k, last in ((1, 2), (2, 9), (4, 3)) for kept in (0, last)],
     },
     "tau": {
         "rows": [row(f"coverage-{c}", coverage=c, fve=f) for c, f in ((0.1, 0.5), (0.9, 0.8), (1.0, 0.803))],
@@ -207,6 +208,8 @@ PLANTED: dict[str, Json] = {
                     ("mean_activation-dense", 0.16),
                     ("mean_activation-sparse", 0.07),
                     ("mean_activation-detector", 0.06),
+                    ("random-covariance_matched-dense", 0.2),
+                    ("random-covariance_matched-sparse", 0.08),
                 )
             )
         ],
@@ -264,6 +267,8 @@ EXPECTED = (
         0.4,
         0.3,
         0.3,
+        0.4,
+        0.4,
         0.1,
         0.3,
         0.5,
@@ -289,6 +294,8 @@ EXPECTED = (
         0.2,
         0.204,
         0.034,
+        0.164,
+        0.122,
         0.104,
         0.03,
         0.07,

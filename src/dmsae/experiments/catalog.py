@@ -53,8 +53,8 @@ class Part(NamedTuple):
 
 PARTS = {
     "cycles": Part(cycles.run, ("max_rate", "cycles")),
-    "prices": Part(prices.run, ("max_rate", "cycles", "priced_cycles", "rules"), version=2),
-    "every-cycle": Part(prices.others, ("max_rate", "cycles", "priced_cycles", "rules")),
+    "prices": Part(prices.run, ("max_rate", "cycles", "priced_cycles", "rules", "random_cores"), version=2),
+    "every-cycle": Part(prices.others, ("max_rate", "cycles", "priced_cycles", "rules", "random_cores")),
     "tau": Part(tau.run, ("coverages",)),
     "sparsity": Part(sparsity.run, ("k_factors", "sparsity_cycles")),
     "random-core": Part(random_core.run, ("random_k_factors", "norms", "random_token_factors")),

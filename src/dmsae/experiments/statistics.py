@@ -63,11 +63,13 @@ def _activity_kept(figures: Json, source: str, norm: object, at: Json) -> float 
     return activity[-1] / activity[0] if len(activity) > 1 and activity[0] else None
 
 
-def stays_in_use(figures: Json, random_norm: str = "found", **at: int) -> float | None:
+def stays_in_use(
+    figures: Json, norm: object = "found", random_norm: object = "found", kind: str = "norm_matched", **at: int
+) -> float | None:
     """Return how much of its first activity a core keeps, less what a random one keeps, by default of equal norms; or
     what the random one loses, or what the core keeps beyond a half, if that is less: one decays, the other stays."""
-    own = _activity_kept(figures, "dense", "found", at)
-    random = _activity_kept(figures, "random-norm_matched-dense", random_norm, at)
+    own = _activity_kept(figures, "dense", norm, at)
+    random = _activity_kept(figures, f"random-{kind}-dense", random_norm, at)
     return min(own - random, 1 - random, own - 0.5) if own is not None and random is not None else None
 
 

@@ -7,6 +7,7 @@ from dmsae.experiments.statistics import LAST, confirmed_gain, confirmed_margin,
 from dmsae.experiments.verdicts import OURS, Claim
 
 _DIRECTIONS = "random directions of equal norms"
+_COVARIANCE = "random directions with the activations' covariance"
 _COMPONENTS = "as many principal components"
 
 _COSTS = "price of the other core less price of the core, each against SAEs of its own L0"
@@ -21,6 +22,10 @@ _PRICES = tuple(
             f"{LAST}sparse",
             f"{_DIRECTIONS} in that mode",
             f"{LAST}random-norm_matched-sparse",
+        ),
+        *(
+            ("prices", f"The distilled {what}", f"{LAST}{mode}", _COVARIANCE, f"{LAST}random-covariance_matched-{mode}")
+            for what, mode in (("dense core", "dense"), ("dense core, kept in sparse mode,", "sparse"))
         ),
         (
             "prices",

@@ -25,7 +25,7 @@ USE = (
         PAPER,
         "random-core",
         f"{_USE}; random rows have norm 1, as at initialisation",
-        lambda figures: stays_in_use(figures, "unit"),
+        lambda figures: stays_in_use(figures, random_norm="unit"),
     ),
     Claim(
         "A distilled core stays in use while a random one of equal norms decays.",
@@ -47,6 +47,20 @@ USE = (
         "random-core",
         _USE,
         lambda figures: stays_at_largest(figures, "tokens"),
+    ),
+    Claim(
+        "A distilled core stays in use while random rows with the covariance of the activations decay.",
+        OURS,
+        "random-core",
+        _USE,
+        lambda figures: stays_in_use(figures, kind="covariance_matched"),
+    ),
+    Claim(
+        "A distilled core stays in use while random rows that are twice as long decay.",
+        OURS,
+        "random-core",
+        _USE,
+        lambda figures: stays_in_use(figures, random_norm=2.0),
     ),
     Claim(
         "A random core decays more when its rows are twice as long.",
@@ -84,7 +98,7 @@ USE = (
         rises,
     ),
     Claim(
-        "Reconstruction loss falls as τ rises, throughout training.",
+        "Reconstruction loss falls as τ rises, on average over training.",
         PAPER,
         "tau",
         "minus the rank correlation of τ and reconstruction loss on training batches, mean over training",

@@ -2,13 +2,14 @@
 
 Rows that were distilled dense are kept dense and in sparse mode; detectors are distilled and kept as such. Other rules
 choose as many latents as the core has from the candidates of the last cycle, of which the core holds only those that
-were frozen already. Each core has a random control and SAEs that keep nothing beside it. What cores cost before any
+were frozen already. Each core has random controls and SAEs that keep nothing beside it. What cores cost before any
 cycle is in the parts `capped` and `uncapped`.
 """
 
 from collections.abc import Sequence
 
 from dmsae.config import Json
+from dmsae.cores.controls import RandomKind
 from dmsae.experiments.grid import Grid
 from dmsae.experiments.lab import Lab
 from dmsae.experiments.parts.cycles import selected
@@ -41,7 +42,8 @@ def _after(lab: Lab, grid: Grid, seed: int, priced_cycles: Sequence[int]) -> Jso
                 continue
             beginning = f"after-{cycles}-"
             for mode in _MODES[config.core_mode]:
-                rows, left_out = priced(lab, config, mode, after, grid.rules)
+                random_rows = (RandomKind.NORM_MATCHED,) if mode is CoreMode.DETECTOR else grid.random_cores
+                rows, left_out = priced(lab, config, mode, after, grid.rules, random_rows)
                 figures["rows"] += [row | {"sae": beginning + row["sae"], "cycles": cycles} for row in rows]
                 figures["left_out"] |= {beginning + name: why for name, why in left_out.items()}
     return figures
