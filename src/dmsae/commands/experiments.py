@@ -16,6 +16,9 @@ from dmsae.sweeps.cluster import read_cluster
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from dmsae.experiments.tables import TextTable
 
+_NAME = 36
+"""Characters that what a row is about gets in a narrow terminal: names of SAEs differ in their last ones, too."""
+
 Name = Literal[
     "cycles",
     "tau",
@@ -154,6 +157,7 @@ def print_table(table: "TextTable", markdown: bool) -> None:
     shown = plain_table(*table.header)
     for row in table.rows:
         shown.add_row(*row)
+    shown.columns[0].min_width = min(_NAME, max((len(row[0]) for row in table.rows), default=0))
     out.print(f"\n{table.title}", style="bold")
     out.print(shown)
 

@@ -37,6 +37,10 @@ CONTROLS = {
 """What the controls of a regime are called."""
 
 
+_SMALL = 0.01
+"""A statistic below this is shown with four digits after the point, any other with three."""
+
+
 class TextTable(NamedTuple):
     """A table of text."""
 
@@ -61,7 +65,10 @@ def tables(results: Sequence[Json]) -> list[TextTable]:
         spreads = over_seeds(alike, part, list(COLUMNS))
         if spreads:
             rows = [
-                [name, *(text(spread[figure], digits) for figure, (_, digits) in COLUMNS.items())]
+                [
+                    f"{name}{_in_some(spread, len(seeds))}",
+                    *(text(spread[figure], digits) for figure, (_, digits) in COLUMNS.items()),
+                ]
                 for name, spread in spreads.items()
             ]
             made.append(TextTable(title, ["SAE", *(heading for heading, _ in COLUMNS.values())], rows))
@@ -72,12 +79,19 @@ def tables(results: Sequence[Json]) -> list[TextTable]:
     return made
 
 
+def _in_some(spread: dict[str, Spread | None], n_seeds: int) -> str:
+    """Return in how many seeds there is an SAE, if not in all of them."""
+    n = max((one.n for one in spread.values() if one), default=0)
+    return f" ({n} of {n_seeds} seeds)" if n < n_seeds else ""
+
+
 def verdict_table(found: Sequence[Verdict]) -> TextTable:
     """Return what was found about each claim."""
     rows = []
     for one in found:
-        span = "–" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
-        estimate = "–" if one.estimate is None else f"{one.estimate:.3f}"
+        digits = 4 if one.estimate is not None and abs(one.estimate) < _SMALL else 3
+        span = "–" if one.low is None or one.high is None else f"{one.low:.{digits}f} to {one.high:.{digits}f}"
+        estimate = "–" if one.estimate is None else f"{one.estimate:.{digits}f}"
         rows.append([one.claim, one.whose, one.outcome, one.statistic, estimate, span, of_seeds(one)])
     header = ["claim", "whose", "verdict", "statistic; it holds above 0", "mean", "95 % interval", "seeds"]
     return TextTable("Verdicts", header, rows)
@@ -125,7 +139,15 @@ def _pairs(figures: Sequence[Json]) -> TextTable:
     """Return a row for each kind of latents: how alike two independent sets of them are."""
     columns = {"encoder_cosine": 3, "decoder_cosine": 3, "share_found": 3, "jaccard": 3, "jaccard_chance": 3}
     rows = _grouped([one for found in figures for one in found.get("pairs", ())], ("what", "tokens"), columns)
-    header = ["what", "tokens", "encoder cosine", "decoder cosine", "found again", "Jaccard of firing", "by chance"]
+    header = [
+        "what",
+        "activations",
+        "encoder cosine",
+        "decoder cosine",
+        "found again",
+        "Jaccard of firing",
+        "by chance",
+    ]
     return TextTable(": pairs of independent runs", header, rows)
 
 

@@ -35,6 +35,8 @@ class Verdict(NamedTuple):
     claim: str
     whose: str
     """The paper's, or ours."""
+    part: str
+    """Of an experiment, whose figures it is judged by."""
     outcome: Outcome
     statistic: str
     """What was measured for each seed; the claim says that it exceeds the null."""
@@ -81,7 +83,7 @@ def judge(claim: Claim, results: Sequence[Json]) -> Verdict:
         outcome = Outcome.OPEN  # seeds that did not give the statistic may be those that it failed in
     else:
         outcome = Outcome.HOLDS if low > claim.null else Outcome.FAILS if high < claim.null else Outcome.OPEN
-    about = (claim.text, claim.whose, outcome, claim.statistic, claim.null)
+    about = (claim.text, claim.whose, claim.part, outcome, claim.statistic, claim.null)
     return Verdict(*about, estimate, low, high, list(known), values, len(measured))
 
 

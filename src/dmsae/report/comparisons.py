@@ -150,7 +150,7 @@ def consistency(figures: Sequence[Json]) -> "Figure":
         for tokens, colour in lengths.items():
             known = [(pair, x) for pair in pairs if pair["tokens"] == tokens and (x := value(pair)) is not None]
             places = [names.index(pair["what"]) for pair, _ in known]
-            axis.scatter([x for _, x in known], places, color=colour, s=24, label=f"{tokens:,} tokens")
+            axis.scatter([x for _, x in known], places, color=colour, s=24, label=f"{tokens:,} activations")
             if chance:
                 axis.scatter([pair[chance] for pair, _ in known], places, color=colour, s=40, marker="|")
         axis.set_yticks(range(len(names)), names if axis is axes[0] else [""] * len(names))

@@ -97,6 +97,10 @@ def coverage(figures: Sequence[Json]) -> "Figure":
         axis.set_xlabel("training step")
         axis.set_ylabel(f"{label} (training batch)")
     axes[0].set_yscale("log")
+    axes[0].yaxis.set_major_formatter("{x:g}")
+    axes[0].yaxis.set_minor_formatter("{x:g}")
+    later = [one["curves"][tau]["fve"] for one in figures for tau in values]
+    axes[1].set_ylim(bottom=min(curve[len(curve) // 4] for curve in later if curve))  # the start would flatten the rest
     axes[1].legend()
     return figure
 
@@ -159,7 +163,8 @@ CAPTIONS = {
     "core-evolution": "Core size by cycle, coloured by the cycle in which latents were first selected; whiskers: "
     "standard deviation over seeds.",
     "coverage": "Reconstruction through training with the first core at each coverage τ; bands: range over seeds.",
-    "sparsity": "Core size by cycle at several k, coloured by origin.",
+    "sparsity": "Core size by cycle at several k, coloured by the cycle in which latents were first selected; "
+    "whiskers: standard deviation over seeds.",
     "random-core": "Share of core latents that fire, through training; bands: range over seeds.",
     "frontier": "SAEs with the first core against measured L0, a point for each seed, beside Matryoshka SAEs that keep "
     "nothing (means over seeds). What lies on the line costs nothing to keep. Dashed: SAEs that train twice as long, "

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dmsae.config import Json
+from dmsae.cores.controls import RandomKind
 from dmsae.report.comparisons import method
 from dmsae.report.style import COLOURS, GREY, legend_below, panels
 
@@ -22,9 +23,12 @@ RULES = {
     "principal_components": ("principal components", "X"),
     "consensus": ("consensus", "*"),
     "random": ("random control", "s"),
+    "covariance": ("random, covariance-matched", "D"),
 }
 """What chose a core, by how the names of its SAEs begin: its label and its marker."""
 
+_RANDOM = ("random", "covariance")
+"""Those of random rows, which are grey and hold no attribution."""
 _AFTER = {0: "before any cycle", 1: "after 1 cycle"}
 
 
@@ -55,7 +59,7 @@ def _chosen(part: str, row: Json) -> tuple[str, str]:
     """Return what chose the core of an SAE, and how it is frozen, from the SAE's name."""
     name = method(row).removeprefix(f"after-{row.get('cycles')}-")
     rule, _, mode = name.rpartition("-")
-    rule = rule.split("-")[0]  # of a random core the kind does not matter here
+    rule = "covariance" if RandomKind.COVARIANCE_MATCHED in rule else rule.split("-")[0]
     return rule or ("consensus" if part == "consensus" else ""), mode
 
 
@@ -86,7 +90,7 @@ def _draw(axis: "Axes", cores: Sequence[Priced], of_size: bool, colours: dict[in
     for one in cores:
         x = one.n_kept if of_size else one.attribution_held
         if x is not None:
-            colour = GREY if one.rule == "random" else colours[one.cycles]
+            colour = GREY if one.rule in _RANDOM else colours[one.cycles]
             axis.scatter([x], [one.price], color=colour, marker=RULES[one.rule][1], s=24, linewidths=0.5, alpha=0.8)
 
 
@@ -94,6 +98,6 @@ def _explain(axis: "Axes", cores: Sequence[Priced], colours: dict[int, str]) -> 
     """Name what is drawn, once for all panels."""
     for rule, (label, marker) in RULES.items():
         if any(one.rule == rule for one in cores):
-            axis.scatter([], [], color=GREY if rule == "random" else "black", marker=marker, s=24, label=label)
+            axis.scatter([], [], color=GREY if rule in _RANDOM else "black", marker=marker, s=24, label=label)
     for cycles, colour in colours.items():
         axis.plot([], [], color=colour, linewidth=4, label=_AFTER.get(cycles, f"after {cycles} cycles"))
