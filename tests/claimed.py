@@ -44,6 +44,7 @@ PLANTED: dict[str, Json] = {
         ],
         "curves": {
             "random-covariance_matched-dense-k4-norm-found": {"l0_core": [10, 4.5]},
+            "random-covariance_matched-dense-k8-norm-found": {"l0_core": [10, 3]},
             "dense-k4-norm-unit": {"l0_core": [10, 10]},
             "random-norm_matched-dense-k4-norm-unit": {"l0_core": [10, 3.5]},
             "dense-k4-norm-found": {"l0_core": [10, 9]},
@@ -268,6 +269,7 @@ EXPECTED = (
         0.3,
         0.3,
         0.4,
+        0.3,
         0.4,
         0.1,
         0.3,

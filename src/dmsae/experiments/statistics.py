@@ -63,20 +63,18 @@ def _activity_kept(figures: Json, source: str, norm: object, at: Json) -> float 
     return activity[-1] / activity[0] if len(activity) > 1 and activity[0] else None
 
 
-def stays_in_use(
-    figures: Json, norm: object = "found", random_norm: object = "found", kind: str = "norm_matched", **at: int
-) -> float | None:
+def stays_in_use(figures: Json, random_norm: object = "found", kind: str = "norm_matched", **at: int) -> float | None:
     """Return how much of its first activity a core keeps, less what a random one keeps, by default of equal norms; or
     what the random one loses, or what the core keeps beyond a half, if that is less: one decays, the other stays."""
-    own = _activity_kept(figures, "dense", norm, at)
+    own = _activity_kept(figures, "dense", "found", at)
     random = _activity_kept(figures, f"random-{kind}-dense", random_norm, at)
     return min(own - random, 1 - random, own - 0.5) if own is not None and random is not None else None
 
 
-def stays_at_largest(figures: Json, setting: str) -> float | None:
+def stays_at_largest(figures: Json, setting: str, kind: str = "norm_matched") -> float | None:
     """Return the same at the largest value of a setting, if there are several."""
     values = sorted({row[setting] for row in figures["rows"]})
-    return stays_in_use(figures, **{setting: values[-1]}) if len(values) > 1 else None
+    return stays_in_use(figures, kind=kind, **{setting: values[-1]}) if len(values) > 1 else None
 
 
 def longer_rows_decay(figures: Json, source: str) -> float | None:
