@@ -60,7 +60,7 @@ class ExperimentCommand:
     out: Path
     """Directory for the runs; the figures are in its folder `results`."""
     preset: Literal["smoke", "small", "medium", "paper"] = "small"
-    """smoke: to see that it runs. small: 40 minutes at most each on two cores with `--jobs 3`, at the demo's size.
+    """smoke: to see that it runs. small: 45 minutes at most each on two cores with `--jobs 3`, at the demo's size.
     medium: the same grids at the default recipe's size. paper: the paper's model and sizes, which the authors of dmsae
     have not run."""
     seeds: tuple[int, ...] = ()
