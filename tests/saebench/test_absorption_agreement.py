@@ -11,7 +11,9 @@ from benched import SKIP, sae_of_kind
 pytest.importorskip("sae_bench", reason=SKIP)
 
 from sae_bench.evals.absorption.feature_absorption_calculator import FeatureAbsorptionCalculator
+from sae_bench.evals.absorption.probing import train_multi_probe
 
+from dmsae.evaluation import logistic
 from dmsae.evaluation.absorption import score_letter
 from dmsae.evaluation.saebench.adapter import Adapter
 
@@ -63,3 +65,26 @@ def test_every_word_gets_the_same_scores(kind: str, latents: list[int]) -> None:
     assert 0 < (fraction > 0).float().mean() < 1
     assert torch.equal(ours.full, full)
     torch.testing.assert_close(ours.fraction, fraction.double(), rtol=1e-4, atol=1e-5)
+
+
+def test_its_probes_are_the_native_ones_where_activations_lie_around_0_and_not_far_from_it() -> None:
+    """A bias needs many steps: until then the direction stands in for it, and little is left of x·p."""
+    generator = torch.Generator().manual_seed(0)
+    centred_BD = torch.randn(N_WORDS, 16, generator=generator)
+    y_B = (centred_BD[:, 0] + 1.5 * torch.randn(N_WORDS, generator=generator) > 1).long()
+    best_D = logistic.fit(centred_BD, y_B, 1e6, balanced=True).w
+
+    def trained(x_BD: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        settings: Any = {"lr": 1e-2, "weight_decay": 1e-4, "batch_size": 64, "device": torch.device("cpu")}
+        probe = train_multi_probe(x_BD, y_B[:, None], num_epochs=200, show_progress=False, **settings)
+        return probe.weights[0].detach().double()
+
+    def whole(x_BD: Tensor, w_D: Tensor) -> float:
+        return float((x_BD[y_B == 1].double() @ (w_D / w_D.norm())).mean())
+
+    assert torch.cosine_similarity(trained(centred_BD), best_D, dim=0) > 0.99
+    far_BD = centred_BD + 8
+    far = logistic.fit(far_BD, y_B, 1e6, balanced=True).w
+    torch.testing.assert_close(far, best_D, rtol=1e-3, atol=1e-3)
+    assert whole(far_BD, trained(far_BD)) < 0.5 * whole(far_BD, best_D)
