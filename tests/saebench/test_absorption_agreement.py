@@ -68,7 +68,7 @@ def test_every_word_gets_the_same_scores(kind: str, latents: list[int]) -> None:
 
 
 def test_its_probes_are_the_native_ones_where_activations_lie_around_0_and_not_far_from_it() -> None:
-    """A bias needs many steps: until then the direction stands in for it, and little is left of x·p."""
+    """Its weight decay holds the bias, and Adam moves it slowly: the direction stands in, which leaves little x·p."""
     generator = torch.Generator().manual_seed(0)
     centred_BD = torch.randn(N_WORDS, 16, generator=generator)
     y_B = (centred_BD[:, 0] + 1.5 * torch.randn(N_WORDS, generator=generator) > 1).long()
@@ -78,7 +78,8 @@ def test_its_probes_are_the_native_ones_where_activations_lie_around_0_and_not_f
         torch.manual_seed(0)
         settings: Any = {"lr": 1e-2, "weight_decay": 1e-4, "batch_size": 64, "device": torch.device("cpu")}
         probe = train_multi_probe(x_BD, y_B[:, None], num_epochs=200, show_progress=False, **settings)
-        return probe.weights[0].detach().double()
+        weights: Tensor = probe.weights.detach().double()
+        return weights[0]
 
     def whole(x_BD: Tensor, w_D: Tensor) -> float:
         return float((x_BD[y_B == 1].double() @ (w_D / w_D.norm())).mean())

@@ -13,6 +13,9 @@ f_j cos(W_dec[j], p), and the whole is x·p.
 - *Absorption fraction, up to SAEBench 0.3.2*: of what all latents contribute, the share that does not come from the
   letter's latents; 0 if those alone reach the whole.
 
+The dense probe is the optimum of a regression whose bias is free. SAEBench's weight decay includes the bias, so its x·p
+is smaller and its scores are higher where activations lie far from 0: docs/saebench.md shows how much.
+
 Lower is better. The measure is meant for models of at least a billion parameters and SAEs of at least 16k latents: on
 smaller ones the letters are hardly represented, and the figures describe little.
 """
