@@ -16,11 +16,10 @@ def multiplies_bfloat16() -> bool:
 
 
 def machine() -> Json:
-    """Return what the last digits depend on, besides the settings."""
+    """Return what the last digits depend on, besides the settings and the number of threads."""
     return {
         "dmsae": __version__,
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "cpu": torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if multiplies_bfloat16() else ""),
     }

@@ -156,4 +156,4 @@ def test_results_of_an_earlier_version_of_a_part_are_left_out_and_named(
 def test_what_made_results_is_counted() -> None:
     here = {"dmsae": "1", "torch": "2", "threads": 1, "cores": 2, "cpu": "AVX2"}
     said = made_with([here, here, {"dmsae": "1"}])
-    assert said.startswith("Made with dmsae 1, torch 2, threads 1, cores 2, cpu AVX2 (2 files); dmsae 1, torch not")
+    assert said.startswith("Made with dmsae 1, torch 2, cores 2, cpu AVX2, threads 1 (2 files); dmsae 1, torch not")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from dmsae.config import Json
 from dmsae.devices import machine
 from dmsae.disk.files import write_json
@@ -48,7 +50,7 @@ def kept_or_run(directory: Path, part: str, seed: int, settings: Json, run: Call
     started, started_cpu = time.monotonic(), time.process_time()
     figures = run()
     took = {"seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - started_cpu}
-    result = _facts(part, seed, settings) | machine() | {name: round(t, 1) for name, t in took.items()}
+    result = _facts(part, seed, settings) | _made_with() | {name: round(t, 1) for name, t in took.items()}
     result["figures"] = _rounded(figures)
     directory.mkdir(parents=True, exist_ok=True)
     packed = result | {"figures": pack(result["figures"])}
@@ -106,9 +108,13 @@ def kept_result(directory: Path, part: str, seed: int, settings: Json) -> Json |
     return kept
 
 
+def _made_with() -> Json:
+    return {**machine(), "threads": torch.get_num_threads()}
+
+
 def made_with(results: Sequence[Json]) -> str:
     """Return which versions and machines made some results, as their files say."""
-    known = [{name: one.get(name, "not recorded") for name in machine()} for one in results]
+    known = [{name: one.get(name, "not recorded") for name in _made_with()} for one in results]
     described = Counter(", ".join(f"{name} {value}" for name, value in one.items()) for one in known)
     return "Made with " + "; ".join(f"{what} ({n} files)" for what, n in sorted(described.items()))
 
