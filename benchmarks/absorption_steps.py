@@ -28,6 +28,7 @@ from rich.table import Table
 from sae_bench.evals.absorption.common import load_experiment_df
 from sae_bench.evals.absorption.k_sparse_probing import add_feature_splits_to_metrics_df
 from sklearn.linear_model import LogisticRegression
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from dmsae.activations.base_model import BaseModel, ModelConfig, locate
@@ -108,8 +109,14 @@ def scored(sae: SAE, words: Words, latents: dict[str, list[int]] | None = None) 
     if latents is None:
         return absorption.score_words(sae, words, CONFIG)
 
-    def known(*arguments: object) -> list[list[int]]:
-        letters: list[int] = arguments[4]  # type: ignore[assignment]
+    def known(
+        _train_f: Tensor,
+        _train_letters: Tensor,
+        _test_f: Tensor,
+        _test_letters: Tensor,
+        letters: list[int],
+        _config: AbsorptionConfig,
+    ) -> list[list[int]]:
         return [latents[LETTERS[letter]] for letter in letters]
 
     with patch.object(absorption, "letter_latents", known):
